@@ -1,0 +1,1 @@
+"""paceline: PyTorch training on machines of unequal speed."""

@@ -1,0 +1,1 @@
+"""The pure core: facts in, orders out. No torch, no sockets, no clock. Start with events, actions, machine."""

@@ -1,0 +1,61 @@
+"""Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
+
+`Apply`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
+`Compute` ends in exactly one `GradientReady`. Each handle that arrives is consumed exactly once, by `Apply`
+or `Drop`.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paceline.core.messages import Handle, Node, Parameters, Pull, Push
+
+
+class Compute(Struct, frozen=True, array_like=True, tag=True):
+    """Worker: compute the gradient of `iteration` on the parameters that have arrived."""
+
+    iteration: int
+    attempt: int
+
+
+class Send(Struct, frozen=True, array_like=True, tag=True):
+    """Any machine: send `message` to the node `to`. Messages to one node arrive in the order they were sent."""
+
+    to: Node
+    message: Push | Pull
+
+
+class Apply(Struct, frozen=True, array_like=True, tag=True):
+    """Shard: one optimizer step on the mean of `handles` at `weight` times the learning rate, making `version`."""
+
+    handles: tuple[Handle, ...]
+    weight: float
+    version: int
+
+
+class Drop(Struct, frozen=True, array_like=True, tag=True):
+    """Shard: forget this gradient; it must not touch the parameters."""
+
+    handle: Handle
+    reason: str
+
+
+class Answer(Struct, frozen=True, array_like=True, tag=True):
+    """Shard: send the slice as it is now. `reason` is set when the pull had been parked: what released it."""
+
+    parameters: Parameters
+    reason: str
+    released_by: int
+
+
+class Park(Struct, frozen=True, array_like=True, tag=True):
+    """Shard: do not answer yet. `waits_for` names some of those it waits for, `waits_for_count` counts them all."""
+
+    pull: Pull
+    reason: str
+    waits_for: tuple[int, ...]
+    waits_for_count: int
+
+
+Action = Compute | Send | Apply | Drop | Answer | Park

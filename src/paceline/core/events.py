@@ -1,0 +1,55 @@
+"""Facts, in the past tense. A machine is told what happened and when (`at`, seconds since the run began)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paceline.core.messages import Parameters, Pull, Push, View
+
+
+class ViewChanged(Struct, frozen=True, array_like=True, tag=True):
+    """The authority on membership said who takes part from now on."""
+
+    at: float
+    view: View
+
+
+class PushArrived(Struct, frozen=True, array_like=True, tag=True):
+    """A shard holds the whole slice of a worker's gradient."""
+
+    at: float
+    push: Push
+
+
+class PushRejected(Struct, frozen=True, array_like=True, tag=True):
+    """A slice arrived that must not be applied (not finite, for one). It counts as progress, not in a mean."""
+
+    at: float
+    push: Push
+    reason: str
+
+
+class PullArrived(Struct, frozen=True, array_like=True, tag=True):
+    """A worker asked this shard for parameters."""
+
+    at: float
+    pull: Pull
+
+
+class ParametersArrived(Struct, frozen=True, array_like=True, tag=True):
+    """A shard's answer has reached the worker, whole."""
+
+    at: float
+    parameters: Parameters
+
+
+class GradientReady(Struct, frozen=True, array_like=True, tag=True):
+    """The computation ordered by `Compute(iteration, attempt)` is done; `nbytes` per shard."""
+
+    at: float
+    iteration: int
+    attempt: int
+    nbytes: tuple[int, ...]
+
+
+Event = ViewChanged | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady

@@ -1,0 +1,87 @@
+"""What nodes say to each other: nouns, one class for both ends.
+
+A message names tensors, it never holds them. A `Handle` is the name of one gradient slice: who computed it
+(`source`, in which `incarnation` of its process), for which `iteration`, on parameters of which `version` of
+the shard it is meant for. The runtimes keep the tensors behind the names.
+
+Iterations count from 0. A `Pull` asks for the parameters of `iteration`; the worker has by then pushed
+iteration - 1, or promises never to push anything older than `iteration` (see `core/progress.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+Role = Literal["worker", "server", "driver"]
+
+
+class Node(NamedTuple):
+    """The address of one machine: its role and its rank within the role (a server's rank is its shard)."""
+
+    role: Role
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}"
+
+
+class Members(Struct, frozen=True, array_like=True):
+    """The size of the run as configured. Who is alive right now is a `View`."""
+
+    workers: int
+    servers: int
+
+
+class View(Struct, frozen=True, array_like=True, tag=True):
+    """Who takes part, said by the one authority on membership.
+
+    `members` holds (rank, incarnation) pairs in rank order, complete each time, so a receiver needs only the
+    view with the largest `number` it has seen: a join that overtakes a loss does no harm.
+    """
+
+    number: int
+    members: tuple[tuple[int, int], ...]
+
+
+class Handle(Struct, frozen=True, array_like=True):
+    """The name of a gradient slice."""
+
+    source: int
+    incarnation: int
+    iteration: int
+    version: int
+    nbytes: int
+
+
+class Push(Struct, frozen=True, array_like=True, tag=True):
+    """A gradient slice for one shard, whole."""
+
+    handle: Handle
+
+
+class Pull(Struct, frozen=True, array_like=True, tag=True):
+    """A worker asks one shard for the parameters of `iteration`."""
+
+    worker: int
+    incarnation: int
+    iteration: int
+
+
+class Parameters(Struct, frozen=True, array_like=True, tag=True):
+    """A shard's answer: its slice at `version`, to compute `iteration` with.
+
+    `iteration` may be larger than what was asked for: a late or joining worker adopts the shard's.
+    `dropped` says that the worker's last push did not count on this shard.
+    """
+
+    shard: int
+    worker: int
+    incarnation: int
+    iteration: int
+    version: int
+    dropped: bool
+
+
+Message = Push | Pull | Parameters

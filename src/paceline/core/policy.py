@@ -1,0 +1,68 @@
+"""What a policy is: a frozen, comparable set of hyper-parameters with a text form and a machine per node.
+
+A central policy (one with parameter servers) states four things, FluentPS's conditions (001, III.B):
+
+    may_pull(i, V)             the pull condition: may a worker that has pushed iteration i read now?
+    freed_at(i, V)             the V at which a pull that was parked is answered
+    finishes(passed, alive, n) the push condition: is iteration V finished, with `passed` of `alive` members done?
+    on_arrival                 is a gradient applied when it arrives, or the mean of the iteration when it finishes?
+
+and `why` in words, for the report and the dashboard. Everything else is in `core/shard.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.machine import Machine
+from paceline.core.messages import Members, Role
+from paceline.core.progress import Progress, name_workers
+from paceline.core.shard import Shard
+from paceline.core.spec import Spec
+from paceline.core.worker import Worker
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Policy(Spec):
+    """Who waits for whom. `str(policy)` is its text form; `policies.parse` reads it back."""
+
+    kind: ClassVar[str] = "policy"
+    paper: ClassVar[str]
+    """Where the rule comes from."""
+
+    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
+        """The machine of one node. `members` is the size as configured; views say who is alive."""
+        raise NotImplementedError
+
+    def validate(self, members: Members) -> None:
+        """Raise `ConfigError` if this policy cannot run with so many workers and servers."""
+
+
+@dataclass(frozen=True)
+class CentralPolicy(Policy):
+    """A policy of workers and parameter servers: two predicates and an essay."""
+
+    on_arrival: ClassVar[bool]
+
+    def may_pull(self, i: int, V: int) -> bool:
+        raise NotImplementedError
+
+    def freed_at(self, i: int, V: int) -> int:
+        raise NotImplementedError
+
+    def finishes(self, passed: int, alive: int, workers: int) -> bool:
+        """All live members, unless a policy says otherwise. `workers` is the number configured."""
+        return passed >= alive
+
+    def why(self, i: int, progress: Progress) -> str:
+        """Why a worker that has pushed iteration i is parked."""
+        return f"iteration {progress.V} lacks {name_workers(*progress.missing())}"
+
+    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
+        if role == "worker":
+            return Worker(rank, members)
+        if role == "server":
+            return Shard(self, rank, members)
+        raise ConfigError(f"{self} has no machine for the role {role!r}: it has workers and servers")

@@ -1,0 +1,87 @@
+"""How far everybody is, on one shard.
+
+`next[w]` is the first iteration worker w has not pushed here; `V` is the first iteration that is not
+finished (FluentPS calls it V_train). `passed[i]` counts the live members with next > i, for i >= V; the push
+condition of a policy looks at passed[V].
+
+Counting pushes instead (FluentPS, Algorithm 1, `Count[progress]`) is wrong once workers die: with 4 workers,
+three pushes and one of those three dead, the count equals the members although a live one has not pushed.
+So a worker that leaves takes its contributions to `passed` along; the gradients it delivered in full stay.
+
+Shards disagree for a moment, after a join or a drop. What keeps that harmless is the *promise*: a push or a
+pull of iteration i says that the worker will push nothing older here, so next[w] = max(next[w], i), and the
+iterations it skipped count as passed. Without it a shard may wait for ever for a push that never comes.
+"""
+
+from __future__ import annotations
+
+NAMED = 4
+"""How many workers are named in a reason; the others are counted."""
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.V = 0
+        self.next: dict[int, int] = {}
+        self.passed: dict[int, int] = {}
+        self.standing: dict[int, dict[int, None]] = {}
+        """next -> the workers standing there, in the order they came."""
+
+    def join(self, worker: int) -> None:
+        self.next[worker] = self.V
+        self.standing.setdefault(self.V, {})[worker] = None
+
+    def leave(self, worker: int) -> None:
+        at = self.next.pop(worker)
+        self._lift(worker, at)
+        for iteration in range(self.V, at):
+            self.passed[iteration] -= 1
+
+    def advance(self, worker: int, to: int) -> None:
+        """The worker has pushed everything below `to`, or will never push it: next = max(next, to)."""
+        at = self.next[worker]
+        if to <= at:
+            return
+        self.next[worker] = to
+        self._lift(worker, at)
+        there = self.standing.get(to)
+        if there is None:
+            self.standing[to] = {worker: None}
+        else:
+            there[worker] = None
+        passed = self.passed
+        for iteration in range(at if at > self.V else self.V, to):
+            passed[iteration] = passed.get(iteration, 0) + 1
+
+    def rise(self) -> None:
+        """Iteration V is finished."""
+        self.passed.pop(self.V, None)
+        self.V += 1
+
+    def passed_V(self) -> int:
+        return self.passed.get(self.V, 0)
+
+    def missing(self) -> tuple[tuple[int, ...], int]:
+        """Those whose push of iteration V has not come: the first few by name, and how many there are."""
+        count = len(self.next) - self.passed_V()
+        names: list[int] = []
+        for worker in self.standing.get(self.V, ()):
+            names.append(worker)
+            if len(names) == NAMED:
+                break
+        if not names and count:
+            names = sorted(worker for worker, at in self.next.items() if at <= self.V)[:NAMED]
+        return tuple(sorted(names)), count
+
+    def _lift(self, worker: int, at: int) -> None:
+        there = self.standing[at]
+        del there[worker]
+        if not there:
+            del self.standing[at]
+
+
+def name_workers(names: tuple[int, ...], count: int) -> str:
+    """'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 more'."""
+    listed = ", ".join(str(name) for name in names)
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    return f"worker{'s' if count > 1 else ''} {listed}{more}"

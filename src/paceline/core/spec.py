@@ -1,0 +1,157 @@
+"""Things that have a text form, for command lines and files: `ssp:staleness=3`, `lognormal:sigma=0.5`.
+
+A `Spec` is a frozen dataclass whose fields are declared with `parameter(default, low=..., high=..., doc=...)`:
+one declaration gives the default, the allowed range, the error message and the line in the catalogue.
+
+    text  = name [":" arguments]                 ssp:staleness=3
+    argument = key "=" value                     numbers, 1/8, true, none, a:b:c for a list
+    value may nest with parentheses              specsync:base=ssp(staleness=3)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar, TypeVar
+
+from paceline.errors import ConfigError
+
+S = TypeVar("S", bound="Spec")
+
+
+def parameter(default: Any, *, low: float | None = None, high: float | None = None, doc: str) -> Any:
+    """Declare a field of a `Spec`: its default, its range (both ends allowed) and what it means."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A named set of parameters with ranges. Making one with a value out of range raises `ConfigError`."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_range(f"{self.name}:{field.name}", getattr(self, field.name), field)
+
+    def __str__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        arguments = ",".join(f"{key}={_write(value)}" for key, value in given if value is not None)
+        return f"{self.name}:{arguments}" if arguments else self.name
+
+
+def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
+    low, high = field.metadata.get("low"), field.metadata.get("high")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        outside = (low is not None and number < low) or (high is not None and number > high)
+        if outside or math.isnan(number):
+            raise ConfigError(f"{label}={_write(number)} is out of range: {describe_range(field)}")
+
+
+def describe_range(field: dataclasses.Field[Any]) -> str:
+    low, high = field.metadata.get("low"), field.metadata.get("high")
+    if low is not None and high is not None:
+        return f"from {_write(low)} to {_write(high)}"
+    if low is not None:
+        return f"{_write(low)} or more"
+    if high is not None:
+        return f"at most {_write(high)}"
+    return "any"
+
+
+def parse(text: str, catalogue: Mapping[str, type[S]], kind: str) -> S:
+    """Read a text form, looking the name up in `catalogue`."""
+    name, arguments = split(text)
+    cls = catalogue.get(name)
+    if cls is None:
+        near = get_close_matches(name, catalogue, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown {kind} {name!r}{hint} (known: {', '.join(catalogue)})")
+    return build(cls, arguments)
+
+
+def build(cls: type[S], arguments: Mapping[str, str]) -> S:
+    """Make a `cls` from texts, refusing unknown names and values that cannot be read."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    types_of = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, text in arguments.items():
+        if key not in fields:
+            known = ", ".join(fields) or "none"
+            raise ConfigError(f"{cls.name} has no parameter {key!r} (it has: {known})")
+        values[key] = _read(text, types_of[key], f"{cls.name}:{key}", fields[key])
+    return cls(**values)
+
+
+def split(text: str) -> tuple[str, dict[str, str]]:
+    """'ssp:staleness=3' -> ('ssp', {'staleness': '3'}); 'ssp(staleness=3)' reads the same."""
+    text = text.strip()
+    head, _, rest = text.partition(":")
+    if "(" in head and text.endswith(")"):
+        head, _, rest = text[:-1].partition("(")
+    name = head.strip()
+    if not name:
+        raise ConfigError(f"{text!r} has no name: write NAME or NAME:KEY=VALUE,KEY=VALUE")
+    arguments: dict[str, str] = {}
+    for part in _split_commas(rest):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise ConfigError(f"{part!r} in {text!r} is not KEY=VALUE")
+        if key.strip() in arguments:
+            raise ConfigError(f"{key.strip()!r} is given twice in {text!r}")
+        arguments[key.strip()] = value.strip()
+    return name, arguments
+
+
+def _split_commas(text: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for position, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    parts.append(text[start:])
+    return parts if text.strip() else []
+
+
+def _read(text: str, wanted: Any, label: str, field: dataclasses.Field[Any]) -> Any:
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (types.UnionType, typing.Union) and type(None) in inner:
+        if text.lower() == "none":
+            return None
+        wanted = next(choice for choice in inner if choice is not type(None))
+        origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is tuple:
+        return tuple(_read(part, inner[0], label, field) for part in text.split(":"))
+    if wanted is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if wanted is str:
+        return text
+    try:
+        if wanted is int:
+            return int(text)
+        if wanted is float:
+            above, slash, below = text.partition("/")
+            return float(above) / float(below) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        pass
+    noun = {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "a value")
+    raise ConfigError(f"{label}={text} is not {noun} ({describe_range(field)})")
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ":".join(_write(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

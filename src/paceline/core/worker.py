@@ -1,0 +1,96 @@
+"""The machine of one worker: pull from every shard, compute, push to every shard, and again.
+
+Each shard answers by itself, so the shards overlap: the next iteration starts when the last one has answered
+(FluentPS, III.D). Answers may name different iterations, after a join or a drop. The worker's iteration is
+the largest any shard answered, and it pulls again from the shards that answered less: their parameters would
+otherwise miss updates the others already hold, and they would wait for pushes that never come.
+
+A worker starts when a view names it.
+"""
+
+from __future__ import annotations
+
+from paceline.core.actions import Compute, Send
+from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
+from paceline.core.machine import IllegalEvent, Machine, require
+from paceline.core.messages import Handle, Members, Node, Pull, Push
+
+NOT_STARTED = -1
+
+
+class Worker(Machine):
+    def __init__(self, rank: int, members: Members) -> None:
+        super().__init__()
+        self.rank = rank
+        self.shards = [Node("server", shard) for shard in range(members.servers)]
+        self.incarnation = NOT_STARTED
+        self.view_number = 0
+        self.iteration = 0
+        """The iteration being computed or asked for."""
+        self.computing = False
+        self.waiting: set[int] = set()
+        """Shards that have not answered yet."""
+        self.answered = [0] * members.servers
+        """The iteration each shard answered last."""
+        self.versions = [0] * members.servers
+        """The version of each slice this worker holds."""
+        self.dropped = [False] * members.servers
+        """On which shards the last push did not count."""
+
+    def on_view_changed(self, event: ViewChanged) -> None:
+        if event.view.number <= self.view_number:
+            return
+        self.view_number = event.view.number
+        incarnation = dict(event.view.members).get(self.rank, NOT_STARTED)
+        if self.incarnation == NOT_STARTED and incarnation != NOT_STARTED:
+            self.incarnation = incarnation
+            self.pull(list(range(len(self.shards))), 0)
+
+    def on_parameters_arrived(self, event: ParametersArrived) -> None:
+        parameters = event.parameters
+        shard = parameters.shard
+        if parameters.incarnation != self.incarnation or shard not in self.waiting:
+            return
+        self.waiting.discard(shard)
+        self.answered[shard] = parameters.iteration
+        self.versions[shard] = parameters.version
+        self.dropped[shard] = parameters.dropped
+
+    def on_gradient_ready(self, event: GradientReady) -> None:
+        if not self.computing or event.iteration != self.iteration:
+            raise IllegalEvent(f"worker {self.rank} is not computing iteration {event.iteration}")
+        self.computing = False
+        for shard, node in enumerate(self.shards):
+            handle = Handle(
+                self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard]
+            )
+            self.actions.append(Send(node, Push(handle)))
+            self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))
+        self.iteration += 1
+        self.waiting.update(range(len(self.shards)))
+
+    def settle(self) -> None:
+        if self.incarnation == NOT_STARTED or self.computing or self.waiting:
+            return
+        self.iteration = self.agree(self.answered)
+        behind = [shard for shard, answered in enumerate(self.answered) if answered < self.iteration]
+        if behind:
+            self.pull(behind, self.iteration)
+        else:
+            self.computing = True
+            self.actions.append(Compute(self.iteration, 0))
+
+    def agree(self, answered: list[int]) -> int:
+        """The iteration to compute, when the shards answered these."""
+        return max(answered)
+
+    def pull(self, shards: list[int], iteration: int) -> None:
+        for shard in shards:
+            self.actions.append(Send(self.shards[shard], Pull(self.rank, self.incarnation, iteration)))
+        self.waiting.update(shards)
+
+    def check(self) -> None:
+        require(not (self.computing and self.waiting), f"worker {self.rank} computes while it waits")
+        if self.computing:
+            same = all(answered == self.iteration for answered in self.answered)
+            require(same, f"worker {self.rank} computes {self.iteration} on answers for {self.answered}")

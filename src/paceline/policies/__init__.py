@@ -1,0 +1,20 @@
+"""The synchronization policies, one algorithm per file. `parse("ssp:staleness=3")` makes one from text."""
+
+from __future__ import annotations
+
+from paceline.core import spec
+from paceline.core.policy import Policy
+from paceline.policies.asp import ASP
+from paceline.policies.backup import Backup
+from paceline.policies.bsp import BSP
+from paceline.policies.ssp import SSP
+
+CATALOGUE: dict[str, type[Policy]] = {policy.name: policy for policy in (BSP, ASP, SSP, Backup)}
+
+
+def parse(policy: str | Policy) -> Policy:
+    """A policy from its text form; a policy object is returned as it is."""
+    return policy if isinstance(policy, Policy) else spec.parse(policy, CATALOGUE, "policy")
+
+
+__all__ = ["ASP", "BSP", "CATALOGUE", "SSP", "Backup", "Policy", "parse"]

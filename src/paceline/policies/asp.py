@@ -1,0 +1,35 @@
+"""ASP: asynchronous parallel. Nobody waits for anybody.
+
+The rule. Every pull is answered at once, every gradient is applied when it arrives, with lr/N a push, so that
+a given learning rate means the same as under BSP. (Async-Opt, 004, Algorithms 1 and 2; FluentPS, 001,
+Table III: i < V + infinity.) V is still counted, as the progress of the slowest: a worker that joins starts
+there.
+
+What it promises. Each worker goes at its own pace; throughput is the sum of everybody's speed.
+
+What it gives up. A gradient is computed on parameters that others have changed since: with N equal workers
+N - 1 updates lie between a read and its push, and one slow worker's gradients are staler without bound. Large
+learning rates that BSP takes well diverge here (004, section 2.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.policy import CentralPolicy
+
+
+@dataclass(frozen=True)
+class ASP(CentralPolicy):
+    """Nobody waits for anybody."""
+
+    name: ClassVar[str] = "asp"
+    paper: ClassVar[str] = "004 Alg. 1-2 (Async-Opt); 001 Table III"
+    on_arrival: ClassVar[bool] = True
+
+    def may_pull(self, i: int, V: int) -> bool:
+        return True
+
+    def freed_at(self, i: int, V: int) -> int:
+        raise AssertionError("ASP never parks a pull")

@@ -1,0 +1,43 @@
+"""SSP: stale synchronous parallel. The fastest waits when it is too far ahead of the slowest.
+
+The rule. A worker that has pushed iteration i may read while i < V + s, where V is the first iteration that
+some live worker has not pushed and s is `staleness`. Otherwise its pull is parked and answered at the next V
+that makes the condition true (the soft barrier). Gradients are applied on arrival with lr/N. (FluentPS, 001,
+Table III; Ho et al. 2013. Figure 3 of 001 is off by one against its own Table III: the table holds.)
+
+What it promises. A worker that starts iteration c has seen every update up to c - s - 1 of every worker. With
+s = 0 the gate is BSP's: i < V.
+
+What it gives up. Up to s iterations of the others may be missing from what a worker reads, and a worker that
+is slower for good still sets the pace of all, s iterations later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.core.policy import CentralPolicy
+from paceline.core.progress import Progress, name_workers
+from paceline.core.spec import parameter
+
+
+@dataclass(frozen=True)
+class SSP(CentralPolicy):
+    """The fastest waits when it is `staleness` iterations ahead of the slowest."""
+
+    name: ClassVar[str] = "ssp"
+    paper: ClassVar[str] = "Ho et al. 2013; 001 Table III"
+    on_arrival: ClassVar[bool] = True
+
+    staleness: int = parameter(3, low=0, doc="how many iterations a worker may be ahead of the slowest")
+
+    def may_pull(self, i: int, V: int) -> bool:
+        return i < V + self.staleness
+
+    def freed_at(self, i: int, V: int) -> int:
+        return i - self.staleness + 1
+
+    def why(self, i: int, progress: Progress) -> str:
+        ahead = i + 1 - progress.V
+        return f"{ahead} ahead of {name_workers(*progress.missing())}, bound {self.staleness}"
