@@ -37,13 +37,18 @@ class Spec:
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in text_fields(self):
             check_range(f"{self.name}:{field.name}", getattr(self, field.name), field)
 
     def __str__(self) -> str:
-        given = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        given = [(field.name, getattr(self, field.name)) for field in text_fields(self)]
         arguments = ",".join(f"{key}={_write(value)}" for key, value in given if value is not None)
         return f"{self.name}:{arguments}" if arguments else self.name
+
+
+def text_fields(spec: Spec | type[Spec]) -> list[dataclasses.Field[Any]]:
+    """The fields that are part of the text form: those declared with `parameter`."""
+    return [field for field in dataclasses.fields(spec) if "doc" in field.metadata]
 
 
 def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
@@ -80,7 +85,7 @@ def parse(text: str, catalogue: Mapping[str, type[S]], kind: str) -> S:
 
 def build(cls: type[S], arguments: Mapping[str, str]) -> S:
     """Make a `cls` from texts, refusing unknown names and values that cannot be read."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in text_fields(cls)}
     types_of = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, text in arguments.items():
@@ -153,5 +158,6 @@ def _write(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return f"{value:g}"
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
     return str(value)

@@ -1,0 +1,194 @@
+"""The functions for scripts, notebooks and tests: `simulate` in virtual time, `launch` in real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline import cluster as clusters
+from paceline import policies, workloads
+from paceline.cluster import Cluster
+from paceline.core.messages import Members
+from paceline.core.policy import Policy
+from paceline.errors import ConfigError
+from paceline.run import Point, Run, Target
+from paceline.tensors import optimizers
+from paceline.tensors.layout import DTYPES
+from paceline.training import train
+from paceline.workloads.base import Workload
+
+ITERATIONS = 200
+ITERATIONS_TO_TARGET = 2000
+"""Each worker's limit when a target is given and `iterations` is not."""
+
+
+def simulate(
+    workload: str | Workload = "digits-mlp",
+    policy: str | Policy = "bsp",
+    *,
+    workers: int = 8,
+    servers: int = 1,
+    cluster: str | Cluster = "steady",
+    iterations: int | None = None,
+    target: str | None = None,
+    optimizer: str | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    watch: Callable[[Point], None] | None = None,
+) -> Run:
+    """Train `workload` in virtual time: real gradients, simulated clock, the same result for the same seed.
+
+    Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
+    called with each point of the history as it comes.
+    """
+    from paceline.runtime.virtual.simulation import Plan, Simulation
+
+    job = _Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed)
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    plan = Plan(
+        policy=job.policy,
+        workload=job.workload,
+        cluster=job.cluster,
+        members=job.members,
+        optimizer=job.optimizer,
+        seed=seed,
+        iterations=job.iterations,
+        target=job.target,
+        batch=job.batch,
+        dtype=DTYPES[dtype],
+    )
+    run = Simulation(plan, watch).run()
+    run.config = job.config()
+    return run
+
+
+def train_live(
+    workload: str | Workload = "digits-mlp",
+    policy: str | Policy = "bsp",
+    *,
+    workers: int = 4,
+    servers: int = 1,
+    cluster: str | Cluster = "steady:compute_s=0",
+    iterations: int | None = None,
+    target: str | None = None,
+    optimizer: str | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    watch: Callable[[Point], None] | None = None,
+) -> Run:
+    """The same as `simulate`, in real processes on this machine, with the cluster's slowdowns as sleeps."""
+    job = _Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed)
+    work = partial(train, job.workload, job.optimizer, job.batch, job.iterations, seed)
+    run = launch(
+        work, workers=workers, servers=servers, policy=job.policy, cluster=job.cluster, seed=seed,
+        target=target, watch=watch,
+    )  # fmt: skip
+    run.config = job.config()
+    return run
+
+
+def launch(
+    fn: Callable[[], object],
+    *,
+    workers: int = 2,
+    servers: int = 1,
+    policy: str | Policy | None = None,
+    cluster: str | Cluster | None = None,
+    seed: int = 0,
+    target: str | None = None,
+    timeout_s: float | None = None,
+    watch: Callable[[Point], None] | None = None,
+) -> Run:
+    """Call `fn` in `workers` processes on this machine, with `servers` parameter servers beside them.
+
+    `fn` is an ordinary training function that uses `paceline.Optimizer`. It runs in forks of this process, so
+    closures and functions of a notebook work. A `policy` given here beats the one in `fn`.
+    """
+    from paceline.runtime.live.children import function_starter
+    from paceline.runtime.live.launch import Driver, LivePlan
+
+    members = check_members(workers, servers, seed)
+    plan = LivePlan(
+        members=members,
+        start_worker=function_starter(fn),
+        policy=check_policy(policy, members) if policy is not None else None,
+        cluster=check_cluster(cluster, members) if cluster is not None else None,
+        seed=seed,
+        target=Target.parse(target) if target is not None else None,
+        timeout_s=timeout_s,
+    )
+    return Driver(plan, watch=watch).run()
+
+
+class _Job:
+    """The arguments that `simulate` and `train_live` share, checked."""
+
+    def __init__(
+        self,
+        workload: str | Workload,
+        policy: str | Policy,
+        workers: int,
+        servers: int,
+        cluster: str | Cluster,
+        iterations: int | None,
+        target: str | None,
+        optimizer: str | None,
+        batch: int | None,
+        seed: int,
+    ) -> None:
+        self.members = check_members(workers, servers, seed)
+        self.workload = workloads.load(workload)
+        self.policy = check_policy(policy, self.members)
+        self.cluster = check_cluster(cluster, self.members)
+        self.target = Target.parse(target, self.workload.metrics) if target is not None else None
+        self.optimizer = optimizers.parse(optimizer or self.workload.optimizer)
+        self.batch = check_count("batch", batch) if batch is not None else self.workload.batch
+        default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
+        self.iterations = check_count("iterations", iterations) if iterations is not None else default
+        self.seed = seed
+        self.optimizer_text = optimizer or self.workload.optimizer
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload.name,
+            "workers": self.members.workers,
+            "servers": self.members.servers,
+            "cluster": str(self.cluster),
+            "iterations": self.iterations,
+            "target": str(self.target) if self.target is not None else None,
+            "optimizer": self.optimizer_text,
+            "batch": self.batch,
+            "seed": self.seed,
+            "torch": torch.__version__,
+        }
+
+
+def check_members(workers: int, servers: int, seed: int) -> Members:
+    check_count("workers", workers)
+    check_count("servers", servers)
+    if seed < 0:
+        raise ConfigError(f"seed={seed} is out of range: 0 or more")
+    return Members(workers, servers)
+
+
+def check_count(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{name}={value} is out of range: 1 or more")
+    return value
+
+
+def check_policy(policy: str | Policy, members: Members) -> Policy:
+    checked = policies.parse(policy)
+    checked.validate(members)
+    return checked
+
+
+def check_cluster(cluster: str | Cluster, members: Members) -> Cluster:
+    checked = clusters.load(cluster)
+    checked.validate(members.workers)
+    return checked

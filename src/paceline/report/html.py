@@ -1,0 +1,103 @@
+"""The report: one HTML file with everything in it, for a browser, a mail or an archive. Nothing is loaded.
+
+`render` is a pure function of what it is given, so equal runs give an equal page. The drawing is done here,
+in SVG; the script only adds what moves (the value under the pointer, runs switched off and on).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from paceline.report.charts import legend, line_chart
+from paceline.report.markup import plural, tag, text
+from paceline.report.tables import cause_table, config_table, reason_table, summary_table
+from paceline.report.timeline import lanes
+from paceline.report.view import RunView, target_of, verdict
+
+GLOSSARY = (
+    ("waiting", "share of the workers' lifetimes in which their pulls were parked"),
+    ("DPR", "delayed pull request: a pull that a shard parked; per 100 iterations, all workers and shards"),
+    ("staleness", "updates a shard made between the version a gradient was computed on and its own"),
+    ("dropped", "gradients that did not count on at least one shard"),
+)
+
+CAUSES = "Seconds of waiting of all workers, by the worker whose push ended it; below, by the reason given."
+
+
+def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
+    """The page as text."""
+    target = target_of(config)
+    title = _title(runs, config)
+    header = tag("p", "paceline", class_="mark") + tag("h1", text(title))
+    header += tag("p", text(verdict(runs, target)), class_="verdict") + _facts(runs, config)
+    terms = "".join(tag("dt", text(term)) + tag("dd", text(meaning)) for term, meaning in GLOSSARY)
+    charts = line_chart("Accuracy", "accuracy", runs, target) + line_chart("Loss", "loss", runs, target)
+    curves = legend(runs) + tag("div", charts, class_="charts")
+    sections = (
+        ("Summary", summary_table(runs, target) + tag("dl", terms, class_="terms")),
+        ("Learning", curves if charts else _note("No evaluation was recorded.")),
+        ("Who did what, when", lanes(runs)),
+        ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),
+        ("Configuration", config_table(config)),
+    )
+    body = tag("header", header)
+    body += "".join(tag("section", tag("h2", text(name)) + content) for name, content in sections)
+    head = (
+        '<meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+    )
+    head += tag("title", text(f"{title} – paceline")) + tag("style", _asset("style.css"))
+    page = tag("head", head) + tag("body", tag("main", body) + tag("script", _asset("script.js")))
+    return f"<!doctype html>\n{tag('html', page, lang='en')}\n"
+
+
+def write(path: str | os.PathLike[str], runs: list[RunView], config: Mapping[str, Any]) -> None:
+    """Write the page. A reader sees the old file or the new one, never a part."""
+    final = Path(path)
+    data = render(runs, config).encode("utf-8", errors="replace")
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _title(runs: list[RunView], config: Mapping[str, Any]) -> str:
+    what = runs[0].policy if len(runs) == 1 else f"{len(runs)} runs compared"
+    workload = config.get("workload")
+    return f"{what} on {workload}" if isinstance(workload, str) else what
+
+
+def _facts(runs: list[RunView], config: Mapping[str, Any]) -> str:
+    """The line under the verdict: where these numbers come from."""
+    runtimes = dict.fromkeys(run.runtime for run in runs)
+    said = {"virtual": "virtual time, real gradients", "live": "live processes, wall-clock time"}
+    facts = [said.get(runtime, runtime) for runtime in runtimes]
+    for noun in ("worker", "server"):
+        number = config.get(f"{noun}s")
+        if isinstance(number, int):
+            facts.append(plural(number, noun))
+    if "seed" in config:
+        facts.append(f"seed {config['seed']}")
+    return tag("p", "".join(tag("span", text(fact)) for fact in facts), class_="facts")
+
+
+def _note(words: str) -> str:
+    return tag("p", text(words), class_="note")
+
+
+def _asset(name: str) -> str:
+    return resources.files("paceline.report").joinpath(name).read_text(encoding="utf-8")
+
+
+__all__ = ["RunView", "render", "write"]

@@ -1,0 +1,237 @@
+"""What each worker did when: its lane, cut into spans that touch and never overlap.
+
+    start ─ exchange ─ compute ─ exchange ─ wait ─ exchange ─ compute ─ ... ─ end (─ dead ─ start ...)
+
+A lane is one incarnation of one worker. It computes from a `Compute` order to its `GradientReady`. What lies
+between is a gap: the gradient and the pull are on their way, or the pull is parked on some shard. A worker
+may be parked on several shards at once and goes on when the last one answers, so waiting is the union of
+those times and its reason and cause are those of the shard that answered last.
+
+A lane ends when a view drops the incarnation, when the next one starts, or with the run. What came from it
+afterwards is a ghost's and is not drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from paceline.core.actions import Answer, Compute, Park
+from paceline.core.events import GradientReady, ViewChanged
+from paceline.core.messages import View
+from paceline.core.trace import Record, Trace
+
+Kind = Literal["compute", "wait", "exchange", "dead"]
+NOBODY = -1
+NO_ITERATION = -1
+
+
+class Span(Struct, frozen=True, gc=False):
+    """A stretch of one worker's time.
+
+    `iteration` is the one being computed or, after that, the one just pushed; -1 before the first. `reason`
+    is why the pull was parked, `cause` the worker whose push released it: -1 if a change of membership did,
+    or the end of the lane.
+    """
+
+    worker: int
+    incarnation: int
+    kind: Kind
+    start_s: float
+    end_s: float
+    iteration: int = NO_ITERATION
+    reason: str = ""
+    cause: int = NOBODY
+    shard: int = NOBODY
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Wait(Struct, frozen=True, gc=False):
+    """The time one pull was parked on one shard."""
+
+    start_s: float
+    end_s: float
+    shard: int
+    reason: str
+    cause: int
+
+
+class Lane:
+    """One incarnation of one worker, while its records are read."""
+
+    def __init__(self, worker: int, incarnation: int, at: float) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.start_s = at
+        self.end_s: float | None = None
+        self.last_s = at
+        """Its own last record."""
+        self.since_s = at
+        """Start of the stretch that is not a span yet."""
+        self.computing = False
+        self.iteration = NO_ITERATION
+        self.parked: dict[int, tuple[float, str]] = {}
+        """shard -> since when, and why."""
+        self.waits: list[Wait] = []
+        """The waits of this gap that are over."""
+        self.spans: list[Span] = []
+
+    def start_compute(self, at: float, iteration: int) -> None:
+        self.close(at)
+        self.computing = True
+        self.iteration = iteration
+
+    def finish_compute(self, at: float) -> None:
+        self.close(at)
+        self.computing = False
+
+    def park(self, at: float, shard: int, reason: str) -> None:
+        self.parked[shard] = (at, reason)
+
+    def answer(self, at: float, shard: int, released_by: int) -> None:
+        parked = self.parked.pop(shard, None)
+        if parked is not None:
+            self.waits.append(Wait(parked[0], at, shard, parked[1], released_by))
+
+    def end(self, at: float) -> None:
+        """The lane is over: what was under way ends here, unfinished."""
+        self.close(at)
+        self.end_s = max(at, self.since_s)
+
+    def close(self, at: float) -> None:
+        """Turn everything up to `at` into spans."""
+        if self.computing:
+            self.add("compute", at)
+        elif not self.waits and not self.parked:
+            self.add("exchange", at)
+        else:
+            self.close_gap(at)
+            self.waits.clear()
+
+    def close_gap(self, at: float) -> None:
+        open_ = [Wait(since, at, shard, why, NOBODY) for shard, (since, why) in self.parked.items()]
+        for wait in union(self.waits + open_):
+            start, end = max(wait.start_s, self.since_s), min(wait.end_s, at)
+            if start < end:
+                self.add("exchange", start)
+                self.add("wait", end, wait.reason, wait.cause, wait.shard)
+        self.add("exchange", at)
+
+    def add(self, kind: Kind, to: float, reason: str = "", cause: int = NOBODY, shard: int = NOBODY) -> None:
+        if to > self.since_s:
+            who, since_s = (self.worker, self.incarnation), self.since_s
+            self.spans.append(Span(*who, kind, since_s, to, self.iteration, reason, cause, shard))
+            self.since_s = to
+
+
+def union(waits: list[Wait]) -> list[Wait]:
+    """Waits that overlap become one, with the reason and cause of the one that ended last."""
+    if len(waits) < 2:
+        return waits
+    merged: list[Wait] = []
+    for wait in sorted(waits, key=lambda wait: wait.start_s):
+        if merged and wait.start_s < merged[-1].end_s:
+            before = merged[-1]
+            last = wait if wait.end_s >= before.end_s else before
+            merged[-1] = Wait(before.start_s, last.end_s, last.shard, last.reason, last.cause)
+        else:
+            merged.append(wait)
+    return merged
+
+
+class Lanes:
+    """Reads the records of a trace in order and keeps the lanes of all workers."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[tuple[int, int], Lane] = {}
+        self.of_worker: dict[int, list[Lane]] = {}
+        """The lanes of each rank, in the order they started."""
+        self.view = View(0, ())
+        self.last_s = 0.0
+
+    def take(self, record: Record) -> None:
+        event = record.event
+        at = event.at
+        if at > self.last_s:
+            self.last_s = at
+        if type(event) is ViewChanged:
+            self.take_view(at, event.view)
+        role, rank = record.node
+        if role == "worker":
+            lane = self.lanes.get((rank, record.incarnation)) or self.start(rank, record.incarnation, at)
+            lane.last_s = at
+            if lane.end_s is not None:
+                return
+            if type(event) is GradientReady:
+                lane.finish_compute(at)
+            for action in record.actions:
+                if type(action) is Compute:
+                    lane.start_compute(at, action.iteration)
+        elif role == "server":
+            for action in record.actions:
+                if type(action) is Answer:
+                    parameters = action.parameters
+                    answered = self.lanes.get((parameters.worker, parameters.incarnation))
+                    if answered is not None:
+                        answered.answer(at, rank, action.released_by)
+                elif type(action) is Park:
+                    parked = self.lanes.get((action.pull.worker, action.pull.incarnation))
+                    if parked is not None:
+                        parked.park(at, rank, action.reason)
+
+    def take_view(self, at: float, view: View) -> None:
+        """Views reach each node in its own time, and are complete: the first sight of a newer one counts."""
+        if view.number <= self.view.number:
+            return
+        for member in set(self.view.members).difference(view.members):
+            lane = self.lanes.get(member)
+            if lane is not None and lane.end_s is None:
+                lane.end(at)
+        self.view = view
+
+    def start(self, worker: int, incarnation: int, at: float) -> Lane:
+        lane = self.lanes[worker, incarnation] = Lane(worker, incarnation, at)
+        earlier = self.of_worker.setdefault(worker, [])
+        before = earlier[-1] if earlier else None
+        if before is not None and before.incarnation > incarnation:
+            lane.end(at)
+            return lane
+        if before is not None and before.end_s is None:
+            before.end(before.last_s)
+        earlier.append(lane)
+        return lane
+
+    def finish(self, end_s: float) -> None:
+        """No more records: the run ended at `end_s`."""
+        for lane in self.lanes.values():
+            if lane.end_s is None:
+                lane.end(end_s)
+
+    def lifetimes_s(self) -> float:
+        return sum(lane.end_s - lane.start_s for lane in self.lanes.values() if lane.end_s is not None)
+
+    def spans(self, end_s: float) -> list[Span]:
+        """By worker, then by time; after `finish`."""
+        spans: list[Span] = []
+        for worker in sorted(self.of_worker):
+            lanes = self.of_worker[worker]
+            for lane, after in zip(lanes, [*lanes[1:], None], strict=True):
+                spans += lane.spans
+                died, until = lane.end_s or 0.0, end_s if after is None else after.start_s
+                if died < until:
+                    spans.append(Span(worker, lane.incarnation, "dead", died, until))
+        return spans
+
+
+def spans(trace: Trace, time_s: float | None = None) -> list[Span]:
+    """The spans of all workers, by worker and time. `time_s`: the run's end, if after its last record."""
+    lanes = Lanes()
+    for record in trace.records:
+        lanes.take(record)
+    end_s = max(lanes.last_s, time_s or 0.0)
+    lanes.finish(end_s)
+    return lanes.spans(end_s)

@@ -1,0 +1,166 @@
+"""The numbers of a run, from its trace alone: one pass, whatever the runtime.
+
+A *DPR* (delayed pull request, 001 Table IV) is a pull that was parked, counted on every shard. *Staleness* of
+a gradient slice is how many versions its shard made between the version it was computed on and the one it
+went into. A gradient counts as *dropped* when at least one shard dropped its slice for being late or not
+finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeVar
+
+from msgspec import Struct
+
+from paceline.core.actions import Answer, Apply, Drop, Park
+from paceline.core.events import GradientReady, PushArrived, PushRejected, ViewChanged
+from paceline.core.messages import Handle
+from paceline.core.trace import Record, Trace
+from paceline.report.lanes import Lanes, Span, spans
+
+K = TypeVar("K")
+NO_VIEW: tuple[int, frozenset[tuple[int, int]]] = (0, frozenset())
+
+WORKERS = re.compile(r"\bworkers? \d+(?:, \d+)*(?: and \d+ more)?")
+NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+class Metrics(Struct):
+    """The numbers of one run. `iterations` is gradients computed per configured worker.
+
+    `bytes` counts tensors: pushes that arrived and answers sent. A trace has no sizes of small messages.
+    """
+
+    iterations: int | float
+    updates: int
+    time_s: float
+    wait_share: float
+    dpr_per_100: float
+    staleness: dict[str, float]
+    dropped: int
+    bytes: dict[str, int]
+    waiting_caused_by: dict[int, float]
+    waiting_by_reason: dict[str, float]
+
+
+def measure(trace: Trace, time_s: float | None = None) -> Metrics:
+    """Measure a run. `time_s` is its length where that is known better than by its last record."""
+    lanes = Lanes()
+    counts = Counts(trace.header.slice_bytes)
+    for record in trace.records:
+        lanes.take(record)
+        if record.node[0] == "server":
+            counts.take(record)
+        elif type(record.event) is GradientReady:
+            counts.gradients += 1
+    end_s = max(lanes.last_s, time_s or 0.0)
+    lanes.finish(end_s)
+    waits = [span for lane in lanes.lanes.values() for span in lane.spans if span.kind == "wait"]
+    lifetimes_s = lanes.lifetimes_s()
+    workers = trace.header.members.workers
+    whole, rest = divmod(counts.gradients, workers)
+    return Metrics(
+        iterations=counts.gradients / workers if rest else whole,
+        updates=counts.updates,
+        time_s=end_s if time_s is None else time_s,
+        wait_share=sum(span.seconds for span in waits) / lifetimes_s if lifetimes_s else 0.0,
+        dpr_per_100=100 * counts.parks * workers / counts.gradients if counts.gradients else 0.0,
+        staleness=describe(counts.staleness),
+        dropped=len(counts.dropped),
+        bytes={"push": counts.pushed_bytes, "pull": counts.pulled_bytes},
+        waiting_caused_by=waiting_caused_by(waits),
+        waiting_by_reason=waiting_by_reason(waits),
+    )
+
+
+class Counts:
+    """What can be counted on the servers, record by record."""
+
+    def __init__(self, slice_bytes: tuple[int, ...]) -> None:
+        self.slice_bytes = slice_bytes
+        self.gradients = 0
+        self.updates = 0
+        self.parks = 0
+        self.staleness: Counter[int] = Counter()
+        self.dropped: set[tuple[int, int, int]] = set()
+        self.pushed_bytes = 0
+        self.pulled_bytes = 0
+        self.views: dict[int, tuple[int, frozenset[tuple[int, int]]]] = {}
+        """shard -> the number and the members of the newest view it has seen."""
+
+    def take(self, record: Record) -> None:
+        shard = record.node[1]
+        event = record.event
+        if type(event) is PushArrived or type(event) is PushRejected:
+            self.pushed_bytes += event.push.handle.nbytes
+        elif type(event) is ViewChanged and event.view.number > self.views.get(shard, NO_VIEW)[0]:
+            self.views[shard] = (event.view.number, frozenset(event.view.members))
+        for action in record.actions:
+            kind = type(action)
+            if kind is Answer:
+                self.pulled_bytes += self.slice_bytes[shard]
+            elif kind is Park:
+                self.parks += 1
+            elif isinstance(action, Apply):
+                self.updates += shard == 0
+                for handle in action.handles:
+                    self.staleness[action.version - 1 - handle.version] += 1
+            elif isinstance(action, Drop) and not self.is_ghost(shard, action.handle):
+                handle = action.handle
+                self.dropped.add((handle.source, handle.incarnation, handle.iteration))
+
+    def is_ghost(self, shard: int, handle: Handle) -> bool:
+        """The shard had seen this incarnation leave (or not yet join) when its gradient arrived."""
+        known = self.views.get(shard)
+        return known is not None and (handle.source, handle.incarnation) not in known[1]
+
+
+def describe(counts: Counter[int]) -> dict[str, float]:
+    """Smallest, mean, median and largest of counted whole numbers; zeros when there are none."""
+    total = counts.total()
+    if not total:
+        return {"min": 0, "mean": 0.0, "median": 0.0, "max": 0}
+    ordered = sorted(counts)
+    return {
+        "min": ordered[0],
+        "mean": sum(value * count for value, count in counts.items()) / total,
+        "median": (_at(counts, ordered, (total - 1) // 2) + _at(counts, ordered, total // 2)) / 2,
+        "max": ordered[-1],
+    }
+
+
+def _at(counts: Counter[int], ordered: list[int], position: int) -> int:
+    """The value at `position` if all were written out in order."""
+    for value in ordered:
+        position -= counts[value]
+        if position < 0:
+            return value
+    raise IndexError(position)
+
+
+def waiting_caused_by(spans: Iterable[Span]) -> dict[int, float]:
+    """Seconds of waiting by the worker whose push ended it, most first; -1: nobody's push did."""
+    return _add_up((span.cause, span.seconds) for span in spans if span.kind == "wait")
+
+
+def waiting_by_reason(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds of waiting by reason, numbers taken out, most first."""
+    return _add_up((template(span.reason), span.seconds) for span in spans if span.kind == "wait")
+
+
+def _add_up(pairs: Iterable[tuple[K, float]]) -> dict[K, float]:
+    seconds: dict[K, float] = {}
+    for key, value in pairs:
+        seconds[key] = seconds.get(key, 0.0) + value
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def template(reason: str) -> str:
+    """'2 ahead of workers 1, 4, bound 1' -> '# ahead of worker #, bound #'."""
+    return NUMBERS.sub("#", WORKERS.sub("worker #", reason))
+
+
+__all__ = ["Metrics", "Span", "measure", "spans", "template", "waiting_by_reason", "waiting_caused_by"]

@@ -1,0 +1,156 @@
+"""The tables of the page: the summary, whose pushes were waited for and why, the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.report.markup import (
+    DASH,
+    count,
+    megabytes,
+    plural,
+    run_class,
+    run_name,
+    seconds,
+    share,
+    tag,
+    text,
+)
+from paceline.report.metrics import waiting_by_reason, waiting_caused_by
+from paceline.report.view import RunView, Target, baseline_of, labels, speed_up
+
+SHOWN_CAUSES = 12
+SHOWN_REASONS = 8
+ONE_LINE = 100
+NOBODY = -1
+
+
+def summary_table(runs: list[RunView], target: Target | None) -> str:
+    """A row per run."""
+    names = labels(runs)
+    bases = {names[baseline_of(index, runs)] for index in range(len(runs))}
+    versus = f"vs {bases.pop()}" if len(bases) == 1 else "speed-up"
+    heads = ["policy"]
+    heads += [f"time to {target.text}", versus] if target else ["time"]
+    heads += ["waiting", "DPRs per 100", "staleness mean / max", "dropped", "updates"]
+    heads += ["final accuracy", "final loss", "MB pushed / pulled"]
+    rows = [_row(index, names[index], runs, target) for index in range(len(runs))]
+    head = tag("tr", "".join(tag("th", text(head), scope="col") for head in heads))
+    return scrolled(tag("table", tag("thead", head) + tag("tbody", "".join(rows)), class_="summary"))
+
+
+def _row(index: int, name: str, runs: list[RunView], target: Target | None) -> str:
+    run = runs[index]
+    cells = [tag("th", run_name(index, name), scope="row")]
+    if target:
+        reached = run.number("time_to_target_s")
+        missed = tag("td", "missed", class_="missed")
+        cells.append(missed if reached is None else tag("td", text(seconds(reached))))
+        faster = speed_up(index, runs)
+        is_base = baseline_of(index, runs) == index
+        cells.append(_cell(faster, lambda value: "baseline" if is_base else f"{value:.2f}×"))
+    else:
+        cells.append(_cell(run.number("time_s"), seconds))
+    waiting = run.number("wait_share")
+    cells.append(tag("td", DASH if waiting is None else _meter(waiting, 1.0, "wait", share(waiting))))
+    cells.append(_cell(run.number("dpr_per_100"), lambda value: count(round(value, 1 if value < 100 else 0))))
+    mean, worst = run.number("staleness", "mean"), run.number("staleness", "max")
+    cells.append(tag("td", text(DASH if mean is None or worst is None else f"{mean:.1f} / {count(worst)}")))
+    cells.append(_cell(run.number("dropped"), count))
+    cells.append(_cell(run.number("updates"), count))
+    cells.append(_cell(run.number("final", "accuracy"), lambda value: f"{value:.3f}"))
+    cells.append(_cell(run.number("final", "loss"), lambda value: f"{value:.3g}"))
+    push, pull = run.number("bytes", "push"), run.number("bytes", "pull")
+    moved = DASH if push is None or pull is None else f"{megabytes(push)} / {megabytes(pull)}"
+    cells.append(tag("td", text(moved)))
+    return tag("tr", "".join(cells))
+
+
+def _cell(value: float | None, write: Callable[[float], str]) -> str:
+    return tag("td", text(write(value)) if value is not None else DASH)
+
+
+def _meter(value: float, most: float, colour: str, words: str) -> str:
+    width = 100 * min(1.0, value / most) if most > 0 else 0.0
+    bar = tag("span", tag("i", class_=colour, style=f"width:{width:.1f}%"), class_="meter")
+    return bar + tag("span", text(words), class_="metered")
+
+
+def cause_table(runs: list[RunView]) -> str:
+    """A row per worker whose push ended a wait, a column per run, bars on one scale."""
+    columns: list[dict[Any, float]] = [dict(waiting_caused_by(run.spans)) for run in runs]
+    if not any(columns):
+        return tag("p", "Nobody waited.", class_="note")
+    totals = _totals(columns)
+    named = [cause for cause in totals if cause != NOBODY][:SHOWN_CAUSES]
+    rest = [cause for cause in totals if cause != NOBODY and cause not in named]
+    rows = [(f"worker {cause}", [column.get(cause, 0.0) for column in columns]) for cause in sorted(named)]
+    if rest:
+        together = [sum(column.get(cause, 0.0) for cause in rest) for column in columns]
+        rows.append((f"{plural(len(rest), 'other worker')}", together))
+    if NOBODY in totals:
+        unpushed = [column.get(NOBODY, 0.0) for column in columns]
+        rows.append(("no push: a loss, or the end of the run", unpushed))
+    return _bars("waited for", runs, rows)
+
+
+def reason_table(runs: list[RunView]) -> str:
+    """A row per reason for parking a pull, numbers taken out."""
+    columns: list[dict[Any, float]] = [dict(waiting_by_reason(run.spans)) for run in runs]
+    if not any(columns):
+        return ""
+    totals = list(_totals(columns))
+    rows = [(cause, [column.get(cause, 0.0) for column in columns]) for cause in totals[:SHOWN_REASONS]]
+    if totals[SHOWN_REASONS:]:
+        rest = [sum(column.get(cause, 0.0) for cause in totals[SHOWN_REASONS:]) for column in columns]
+        rows.append((plural(len(totals) - SHOWN_REASONS, "other reason"), rest))
+    return _bars("because", runs, rows)
+
+
+def _totals(columns: list[dict[Any, float]]) -> dict[Any, float]:
+    """Over all runs, most first."""
+    totals: dict[Any, float] = {}
+    for column in columns:
+        for key, value in column.items():
+            totals[key] = totals.get(key, 0.0) + value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _bars(head: str, runs: list[RunView], rows: list[tuple[str, list[float]]]) -> str:
+    most = max(max(values) for _, values in rows)
+    names = [tag("th", run_name(index, name), scope="col") for index, name in enumerate(labels(runs))]
+    body = []
+    for name, values in rows:
+        cells = [
+            tag("td", _meter(value, most, run_class(index), seconds(value)) if value else DASH)
+            for index, value in enumerate(values)
+        ]
+        body.append(tag("tr", tag("th", text(name), scope="row") + "".join(cells)))
+    thead = tag("thead", tag("tr", tag("th", text(head), scope="col") + "".join(names)))
+    return scrolled(tag("table", thead + tag("tbody", "".join(body)), class_="bars"))
+
+
+def config_table(config: Mapping[str, Any]) -> str:
+    """What the runs were asked to do, as it was given."""
+    if not config:
+        return tag("p", "No configuration was recorded.", class_="note")
+    rows = []
+    for key, value in config.items():
+        rows.append(tag("tr", tag("th", text(key), scope="row") + tag("td", _value(value))))
+    return scrolled(tag("table", tag("tbody", "".join(rows)), class_="config"))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str | int | float) or value is None:
+        return text(DASH if value is None else value)
+    written = json.dumps(value, default=str, ensure_ascii=False)
+    if len(written) > ONE_LINE:
+        written = json.dumps(value, indent=2, default=str, ensure_ascii=False)
+    return tag("pre", text(written))
+
+
+def scrolled(table: str) -> str:
+    """A table too wide for the window scrolls by itself; the page does not."""
+    return tag("div", table, class_="scroll", tabindex="0")

@@ -1,0 +1,170 @@
+"""Worker lanes: who computed, who waited, for whom. The same time scale for every run on the page.
+
+Only the beginning is drawn, as many iterations as the eye can take in; what is left out is said. Where there
+are still too many spans, neighbours too short to be seen are drawn as one, in the colour that has most of
+their time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from paceline.report.charts import Axis, axis, time_ticks
+from paceline.report.lanes import Kind, Span
+from paceline.report.markup import count, seconds, share, swatch, tag, text
+from paceline.report.view import RunView, labels
+
+SHOWN_ITERATIONS = 40
+SHOWN_WORKERS = 32
+MOST_BARS = 4000
+WIDTH = 10_000
+"""Units across; about ten to a pixel."""
+
+WORDS: dict[Kind, str] = {
+    "compute": "computing",
+    "wait": "waiting for others",
+    "exchange": "push and pull on the way",
+    "dead": "lost",
+}
+
+
+class Bar(Struct, frozen=True, gc=False):
+    """What is drawn: one span, or several too short to be seen apart."""
+
+    kind: Kind
+    start_s: float
+    end_s: float
+    title: str
+
+
+def window_s(runs: list[RunView]) -> float:
+    """The time shown: until the first run has done its 40 iterations, or all of it."""
+    ends = [max((span.end_s for span in run.spans), default=0.0) for run in runs]
+    shown = max(ends, default=0.0)
+    for run in runs:
+        finished = np.array([span.end_s for span in run.spans if span.kind == "compute"])
+        wanted = SHOWN_ITERATIONS * len({span.worker for span in run.spans})
+        if finished.size > wanted > 0:
+            shown = min(shown, float(np.partition(finished, wanted - 1)[wanted - 1]))
+    return shown
+
+
+def lanes(runs: list[RunView]) -> str:
+    """The lanes of all runs, or a note when there is nothing to draw."""
+    shown_s = window_s(runs)
+    if shown_s <= 0:
+        return tag("p", "No timeline was recorded.", class_="note")
+    keys = [tag("span", f'<i class="kind {kind}"></i>{text(word)}') for kind, word in WORDS.items()]
+    x = axis(0.0, shown_s, 8, tight=True)
+    names = labels(runs)
+    figures = [_lanes(index, names[index], run, x) for index, run in enumerate(runs)]
+    return tag("div", "".join(keys), class_="legend kinds") + "".join(figures)
+
+
+def _lanes(index: int, name: str, run: RunView, x: Axis) -> str:
+    by_worker: dict[int, list[Span]] = {}
+    for span in run.spans:
+        by_worker.setdefault(span.worker, []).append(span)
+    workers = sorted(by_worker)[:SHOWN_WORKERS]
+    rows = condense([[s for s in by_worker[worker] if s.start_s < x.high] for worker in workers], x.high)
+    height, gap, every = (18, 4, 1) if len(rows) <= 16 else (11, 3, 4)
+    groups, ranks = [], []
+    for row, (worker, bars) in enumerate(zip(workers, rows, strict=True)):
+        rects = "".join(_rect(bar, x, height) for bar in bars)
+        groups.append(f'<g transform="translate(0 {row * (height + gap)})">{rects}</g>')
+        label = text(worker) if row % every == 0 else ""
+        ranks.append(tag("span", label, data_rank=worker, style=f"height:{height}px;margin-bottom:{gap}px"))
+    total = len(rows) * (height + gap)
+    svg = tag(
+        "svg",
+        "".join(groups),
+        viewBox=f"0 0 {WIDTH} {total}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=f"What each worker did when, {name}",
+        style=f"height:{total}px",
+    )
+    waiting = run.number("wait_share")
+    said = f"waited {share(waiting)} of the time" if waiting is not None else ""
+    head = swatch(index) + tag("b", text(name)) + tag("span", text(said), class_="said")
+    head += tag("span", text(shown(run, len(by_worker), x.high)), class_="said shown")
+    frame = tag("div", "".join(ranks), class_="ranks") + tag("div", svg, class_="bars") + time_ticks(x)
+    return tag("figure", tag("figcaption", head) + tag("div", frame, class_="frame"), class_="lanes")
+
+
+def shown(run: RunView, workers: int, shown_s: float) -> str:
+    """How much of the run is drawn."""
+    if not run.spans:
+        return "no timeline was recorded"
+    end_s = max(span.end_s for span in run.spans)
+    time = f"first {seconds(shown_s)} of {seconds(end_s)}" if end_s > shown_s else f"all {seconds(end_s)}"
+    return f"{time}, {SHOWN_WORKERS} of {count(workers)} workers" if workers > SHOWN_WORKERS else time
+
+
+def condense(rows: list[list[Span]], shown_s: float) -> list[list[Bar]]:
+    """At most `MOST_BARS` bars: short neighbours are joined, ever longer ones until that is so."""
+    short_s = 0.0
+    while True:
+        drawn = [join(row, short_s, shown_s) for row in rows]
+        if sum(map(len, drawn)) <= MOST_BARS:
+            return drawn
+        short_s = max(2 * short_s, shown_s / WIDTH)
+
+
+def join(row: list[Span], short_s: float, shown_s: float) -> list[Bar]:
+    """The bars of one lane, with neighbours shorter than `short_s` joined."""
+    bars: list[Bar] = []
+    few: list[Span] = []
+    for span in row:
+        if span.seconds >= short_s:
+            bars += _joined(few, shown_s)
+            few = []
+            bars.append(Bar(span.kind, span.start_s, min(span.end_s, shown_s), describe(span)))
+            continue
+        few.append(span)
+        if few[-1].end_s - few[0].start_s >= short_s:
+            bars += _joined(few, shown_s)
+            few = []
+    return bars + _joined(few, shown_s)
+
+
+def _joined(few: list[Span], shown_s: float) -> list[Bar]:
+    if not few:
+        return []
+    start, end = few[0].start_s, few[-1].end_s
+    if len(few) == 1:
+        return [Bar(few[0].kind, start, min(end, shown_s), describe(few[0]))]
+    spent: dict[Kind, float] = {}
+    for span in few:
+        spent[span.kind] = spent.get(span.kind, 0.0) + span.seconds
+    most = sorted(spent.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{share(time / (end - start))} {WORDS[kind]}" for kind, time in most)
+    return [Bar(most[0][0], start, min(end, shown_s), f"{len(few)} spans, {_when(start, end)}: {parts}")]
+
+
+def describe(span: Span) -> str:
+    """What the pointer shows."""
+    when = _when(span.start_s, span.end_s)
+    if span.kind == "dead":
+        return f"lost, {when}"
+    if span.kind == "compute":
+        return f"iteration {span.iteration}, {when}"
+    after = f"after iteration {span.iteration}" if span.iteration >= 0 else "starting"
+    if span.kind == "exchange":
+        return f"push and pull {after}, {when}"
+    ended = f"released by worker {span.cause}" if span.cause >= 0 else "released by no push"
+    return f"waiting {after}, {when}: {span.reason}; {ended}"
+
+
+def _when(start_s: float, end_s: float) -> str:
+    return f"{seconds(end_s - start_s)} from {seconds(start_s)}"
+
+
+def _rect(bar: Bar, x: Axis, height: int) -> str:
+    left, right = round(WIDTH * x.place(bar.start_s)), round(WIDTH * x.place(bar.end_s))
+    if right <= left:
+        return ""
+    y, tall = (0, height) if bar.kind != "dead" else (height // 2 - 1, 2)
+    place = f'x="{left}" width="{right - left}" y="{y}" height="{tall}"'
+    return f'<rect class="{bar.kind}" {place}><title>{text(bar.title)}</title></rect>'

@@ -1,0 +1,120 @@
+"""What a run leaves behind, virtual or live: history, metrics, trace, parameters, report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.core.trace import Trace
+from paceline.errors import ConfigError
+from paceline.report.chrome import chrome_trace
+from paceline.report.html import RunView, write
+from paceline.report.metrics import Metrics, measure, spans
+
+KNOWN_METRICS = ("accuracy", "loss")
+
+
+class Point(NamedTuple):
+    """The model at one moment: seconds since the run began, optimizer steps, loss and accuracy on the test set."""
+
+    time_s: float
+    updates: int
+    loss: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """When a run has learned enough: accuracy at least, or loss at most, `value`."""
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str, metrics: tuple[str, ...] = KNOWN_METRICS) -> Target:
+        name, equals, number = text.partition("=")
+        if not equals or name not in metrics:
+            raise ConfigError(f"unknown target {text!r}: write METRIC=VALUE with METRIC one of {', '.join(metrics)}")
+        try:
+            value = float(number)
+        except ValueError:
+            raise ConfigError(f"the target {text!r} needs a number after {name}=") from None
+        if not math.isfinite(value) or (name == "accuracy" and not 0 <= value <= 1):
+            allowed = "from 0 to 1" if name == "accuracy" else "a finite number"
+            raise ConfigError(f"the target {text!r} is out of range: {name} is {allowed}")
+        return cls(name, value)
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.value:g}"
+
+    def reached(self, point: Point) -> bool:
+        value = point.accuracy if self.metric == "accuracy" else point.loss
+        if value is None or math.isnan(value):
+            return False
+        return value >= self.value if self.metric == "accuracy" else value <= self.value
+
+
+@dataclass
+class Run:
+    """The result of `simulate` or `launch`."""
+
+    policy: str
+    runtime: str
+    history: list[Point]
+    trace: Trace
+    parameters: dict[str, Tensor]
+    time_s: float
+    target: Target | None = None
+    time_to_target_s: float | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    """Live: workers that ended with an error, in words."""
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        return measure(self.trace, self.time_s)
+
+    def summary(self) -> dict[str, Any]:
+        """The run as plain data: one element of "runs" in the JSON of `compare` and `simulate`."""
+        metrics = self.metrics
+        last = self.history[-1] if self.history else Point(0.0, 0, None, None)
+        return {
+            "policy": self.policy,
+            "time_to_target_s": self.time_to_target_s,
+            "iterations": metrics.iterations,
+            "updates": metrics.updates,
+            "time_s": self.time_s,
+            "wait_share": metrics.wait_share,
+            "dpr_per_100": metrics.dpr_per_100,
+            "staleness": metrics.staleness,
+            "dropped": metrics.dropped,
+            "bytes": metrics.bytes,
+            "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+        }
+
+    def view(self) -> RunView:
+        """The run as the report needs it."""
+        history = [
+            {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
+            for point in self.history
+        ]
+        return RunView(self.policy, self.runtime, history, self.summary(), spans(self.trace))
+
+    def report(self, path: str | Path) -> Path:
+        """Write the HTML report of this run."""
+        write(Path(path), [self.view()], self.config)
+        return Path(path)
+
+    def chrome_trace(self, path: str | Path) -> Path:
+        """Write a timeline that opens in Perfetto and chrome://tracing."""
+        Path(path).write_bytes(chrome_trace([(self.policy, self.trace)]))
+        return Path(path)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,96 @@
+"""What both runtimes share: one step of a machine, carried out, and the one authority on membership.
+
+`Seat` is the place a machine sits at in a runtime: it is told events, the machine says what to do, the step
+goes into the trace, and a `Carrier` does it, action by action, in order. A runtime is two carriers (one for
+workers, one for servers) and a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.events import Event
+from paceline.core.machine import Machine
+from paceline.core.messages import Node, View
+from paceline.core.trace import Record
+
+Recorder = Callable[[Record], None]
+
+
+class Carrier(Protocol):
+    """Carries out a machine's actions."""
+
+    def compute(self, action: Compute) -> None: ...
+
+    def send(self, action: Send) -> None: ...
+
+    def apply(self, action: Apply) -> None: ...
+
+    def drop(self, action: Drop) -> None: ...
+
+    def answer(self, action: Answer) -> None: ...
+
+
+class Seat:
+    """A machine in its place: `tell` it what happened, and what it orders is done."""
+
+    def __init__(
+        self, node: Node, incarnation: int, machine: Machine, carrier: Carrier, record: Recorder | None
+    ) -> None:
+        self.node = node
+        self.incarnation = incarnation
+        self.machine = machine
+        self.carrier = carrier
+        self.record = record
+
+    def tell(self, event: Event) -> None:
+        actions = self.machine.handle(event)
+        if self.record is not None:
+            self.record(Record(self.node, self.incarnation, event, tuple(actions)))
+        carrier = self.carrier
+        for action in actions:
+            match action:
+                case Send():
+                    carrier.send(action)
+                case Answer():
+                    carrier.answer(action)
+                case Apply():
+                    carrier.apply(action)
+                case Compute():
+                    carrier.compute(action)
+                case Drop():
+                    carrier.drop(action)
+                case Park():
+                    pass
+                case _:
+                    assert_never(action)
+
+
+class Authority:
+    """Numbers the views. There is one in a run: shards report, they never expel by themselves."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.members: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
+        """The last incarnation each rank had."""
+
+    def next_incarnation(self, rank: int) -> int:
+        """The incarnation the next process of this rank is to have."""
+        self.incarnations[rank] = self.incarnations.get(rank, -1) + 1
+        return self.incarnations[rank]
+
+    def admit(self, joining: dict[int, int]) -> View:
+        """The view with these (rank: incarnation) added."""
+        self.members.update(joining)
+        return self._next_view()
+
+    def remove(self, rank: int) -> View:
+        self.members.pop(rank, None)
+        return self._next_view()
+
+    def _next_view(self) -> View:
+        self.number += 1
+        return View(self.number, tuple(sorted(self.members.items())))

@@ -1,0 +1,1 @@
+"""The live runtime: real processes, control messages over ZeroMQ, tensors in shared memory."""

@@ -1,0 +1,113 @@
+"""Starting, watching and ending the processes of a live run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline import session
+from paceline.core.messages import Role
+from paceline.runtime.live.process import die_with, ignore_interrupts, run_worker
+
+
+@dataclass
+class Child:
+    """A process the driver started. `sentinel` becomes readable the instant it ends, however it ends."""
+
+    role: Role
+    rank: int
+    incarnation: int
+    pid: int
+    sentinel: int
+    wait: Callable[[], int]
+    """Collect the exit code; negative is the signal that killed it."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}"
+
+    def signal(self, number: int) -> None:
+        """Through the sentinel, so that it can never hit another process with the same number."""
+        try:
+            signal.pidfd_send_signal(self.sentinel, number)
+        except ProcessLookupError:
+            pass
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def reap(self) -> int:
+        code = self.wait()
+        os.close(self.sentinel)
+        return code
+
+
+StartWorker = Callable[[int, int, Path], Child]
+"""(rank, incarnation, folder) -> the new process."""
+
+
+def start_server(folder: Path, shard: int) -> Child:
+    command = [sys.executable, "-m", "paceline.runtime.live.server", str(folder), str(shard)]
+    return _spawn("server", shard, 0, command, dict(os.environ))
+
+
+def script_starter(script: str, arguments: list[str], workers: int) -> StartWorker:
+    """Workers that run a script, each in a fresh interpreter."""
+
+    def start(rank: int, incarnation: int, folder: Path) -> Child:
+        environment = {**os.environ, **_environment(rank, incarnation, folder)}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+        command = [sys.executable, "-m", "paceline.runtime.live.process", script, *arguments]
+        return _spawn("worker", rank, incarnation, command, environment)
+
+    return start
+
+
+def function_starter(work: Callable[[], object]) -> StartWorker:
+    """Workers that call a function, each in a fork of this process: closures and notebooks work, no pickle."""
+
+    def start(rank: int, incarnation: int, folder: Path) -> Child:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        driver = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                die_with(driver)
+                ignore_interrupts()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                # The threads of the parent's pools do not exist here: torch must not wait for them.
+                torch.set_num_threads(1)
+                os.environ.update(_environment(rank, incarnation, folder))
+                session.forget()
+                code = run_worker(rank, work)
+            finally:
+                os._exit(code)
+        return Child("worker", rank, incarnation, pid, os.pidfd_open(pid), lambda: _collect(pid))
+
+    return start
+
+
+def _environment(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
+    return {
+        "PACELINE_FOLDER": str(folder),
+        "PACELINE_RANK": str(rank),
+        "PACELINE_INCARNATION": str(incarnation),
+    }
+
+
+def _spawn(role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str]) -> Child:
+    environment["PACELINE_DRIVER"] = str(os.getpid())
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait)
+
+
+def _collect(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

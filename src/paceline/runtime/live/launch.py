@@ -1,0 +1,374 @@
+"""The driver of a live run: starts the processes, numbers the views, and notices everything.
+
+It is the one authority on membership. A worker that ends, in whatever way, makes its sentinel readable at
+once; the next view goes to the shards within a millisecond, and whoever waited for it is released by them.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, assert_never
+
+import msgspec
+
+from paceline import policies
+from paceline.cluster import Cluster, Fault
+from paceline.core.messages import Members, View
+from paceline.core.policy import Policy
+from paceline.core.trace import Header
+from paceline.errors import RunFailed
+from paceline.run import Point, Run, Target
+from paceline.runtime.driver import Authority
+from paceline.runtime.live import memory, wire
+from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.recording import gather
+from paceline.runtime.live.sockets import Context, Listener, Waiter
+
+TICK_S = 0.2
+SERVERS_READY_S = 60.0
+DEFAULT_POLICY = "bsp"
+
+
+@dataclass(frozen=True)
+class LivePlan:
+    """What to run. The policy may be left to the script; `start_worker` makes the processes."""
+
+    members: Members
+    start_worker: StartWorker
+    policy: Policy | None = None
+    cluster: Cluster | None = None
+    seed: int = 0
+    target: Target | None = None
+    timeout_s: float | None = None
+
+
+class Driver:
+    """One live run. `say` gets a line of text for a person now and then, `watch` each point of the history."""
+
+    def __init__(
+        self, plan: LivePlan, say: Callable[[str], None] = print, watch: Callable[[Point], None] | None = None
+    ) -> None:
+        self.plan = plan
+        self.say = say
+        self.watch = watch
+        self.members = plan.members
+        self.authority = Authority()
+        self.children: dict[int, Child] = {}
+        """By sentinel."""
+        self.described: dict[tuple[int, int], wire.Describe] = {}
+        self.servers_there: set[int] = set()
+        self.servers_configured: set[int] = set()
+        self.servers_finished: set[int] = set()
+        self.begun = False
+        self.asked_to_finish = False
+        self.lead: wire.Describe | None = None
+        self.policy: Policy | None = plan.policy
+        self.history: list[Point] = []
+        self.reached_s: float | None = None
+        self.failures: list[str] = []
+        self.interrupts = 0
+        self.stopping = False
+        self.due = sorted(
+            (fault for fault in (plan.cluster.faults if plan.cluster else ()) if fault.at_s is not None),
+            key=lambda fault: fault.at_s or 0.0,
+        )
+        self.epoch_s = time.monotonic()
+
+    def run(self) -> Run:
+        handlers = self._catch_signals()
+        self.folder = memory.RunFolder()
+        try:
+            with tempfile.TemporaryDirectory(prefix="paceline-trace-") as output:
+                return self._run(Path(output))
+        finally:
+            self._end_all()
+            self.folder.remove()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run(self, output: Path) -> Run:
+        plan = self.plan
+        config = wire.LiveConfig(
+            self.members,
+            plan.seed,
+            str(plan.policy) if plan.policy is not None else None,
+            str(plan.cluster) if plan.cluster is not None else None,
+            plan.cluster.faults if plan.cluster is not None else (),
+            str(output),
+        )
+        (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
+        self.context = Context()
+        try:
+            self.listener = Listener(self.context, self.folder.path / "driver")
+            self.waiter = Waiter()
+            self.waiter.watch(self.listener)
+            for shard in range(self.members.servers):
+                self._adopt(start_server(self.folder.path, shard))
+            for rank in range(self.members.workers):
+                self.start_worker(rank)
+            self.started = time.monotonic()
+            while not self.done():
+                self.turn()
+            return self._result(output)
+        finally:
+            self.context.close()
+
+    def done(self) -> bool:
+        return self.asked_to_finish and len(self.servers_finished) == self.members.servers
+
+    def turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        ended = self.waiter.wait(TICK_S)
+        while (received := self.listener.receive()) is not None:
+            self.hear(wire.decode_to_driver(received[1]))
+        for sentinel in ended:
+            self.child_ended(self.children.pop(sentinel))
+        self._strike_due()
+        self._check_time()
+        if self.interrupts and not self.stopping:
+            self.say("stopping after the current iterations; once more to stop at once")
+            self.stop_workers("interrupted")
+        if not self.begun:
+            self._consider_beginning()
+        if not self.live_workers() and not self.asked_to_finish:
+            self._finish()
+
+    def live_workers(self) -> list[Child]:
+        return [child for child in self.children.values() if child.role == "worker"]
+
+    def start_worker(self, rank: int) -> None:
+        """Start a process for this rank; it becomes a member when it has described its model."""
+        incarnation = self.authority.next_incarnation(rank)
+        self._adopt(self.plan.start_worker(rank, incarnation, self.folder.path))
+
+    def _adopt(self, child: Child) -> None:
+        self.children[child.sentinel] = child
+        self.waiter.watch(child.sentinel)
+
+    # What is heard.
+
+    def hear(self, message: wire.ToDriver) -> None:
+        match message:
+            case wire.Hello():
+                pass
+            case wire.Describe():
+                self.described[message.rank, message.incarnation] = message
+                if self.begun:
+                    self._admit_late(message)
+            case wire.Log():
+                self._take_log(message)
+            case wire.Leave():
+                self._remove(message.rank, message.incarnation)
+            case wire.Ready():
+                (self.servers_configured if message.configured else self.servers_there).add(message.shard)
+            case wire.Rejected():
+                self.say(
+                    f"server {message.shard} rejected the gradient of worker {message.worker}, "
+                    f"iteration {message.iteration}: {message.reason}"
+                )
+            case wire.Finished():
+                self.servers_finished.add(message.shard)
+            case _:
+                assert_never(message)
+
+    def child_ended(self, child: Child) -> None:
+        self.waiter.forget(child.sentinel)
+        code = child.reap()
+        if child.role == "server":
+            if child.rank not in self.servers_finished and not self.asked_to_finish:
+                raise RunFailed(f"{child} {_how(code)}: the run cannot go on without its part of the model")
+            if child.rank not in self.servers_finished:
+                raise RunFailed(f"{child} {_how(code)} before it handed over its part of the model")
+            return
+        was_member = self._remove(child.rank, child.incarnation)
+        if code > 0:
+            self.failures.append(f"{child} {_how(code)}")
+        if code < 0 or (code > 0 and was_member):
+            others = len(self.live_workers())
+            self.say(f"{child} {_how(code)}; {others} other{'s' * (others != 1)} go on")
+
+    def _remove(self, rank: int, incarnation: int) -> bool:
+        """Take a worker out of the membership, if it is in. Whether it was."""
+        if self.authority.members.get(rank) != incarnation:
+            return False
+        self._announce(self.authority.remove(rank))
+        return True
+
+    def _take_log(self, log: wire.Log) -> None:
+        point = Point(log.at, log.updates, log.values.get("loss"), log.values.get("accuracy"))
+        self.history.append(point)
+        if self.watch is not None:
+            self.watch(point)
+        target = self.plan.target
+        if target is not None and self.reached_s is None and target.reached(point):
+            self.reached_s = log.at
+            self.stop_workers(f"reached {target}")
+
+    # Beginning, joining, ending.
+
+    def _consider_beginning(self) -> None:
+        """Begin when every worker that is alive has described its model and every server is configured."""
+        workers = self.live_workers()
+        if not workers or any((child.rank, child.incarnation) not in self.described for child in workers):
+            return
+        if len(self.servers_there) < self.members.servers:
+            return
+        if self.lead is None:
+            self._configure()
+        elif len(self.servers_configured) == self.members.servers:
+            self.begun = True
+            self._announce(self.authority.admit({child.rank: child.incarnation for child in workers}))
+            for child in workers:
+                self._welcome(self.described[child.rank, child.incarnation])
+
+    def _configure(self) -> None:
+        lead = self.described.get((0, 0))
+        if lead is None or lead.layout is None or lead.optimizer is None:
+            raise RunFailed("worker 0 ended before it described the model: " + "; ".join(self.failures))
+        self.lead = lead
+        if self.policy is None:
+            self.policy = policies.parse(lead.policy or DEFAULT_POLICY)
+        self.policy.validate(self.members)
+        self.epoch_s = time.monotonic()
+        configure = wire.Configure(str(self.policy), lead.layout, lead.optimizer, self.epoch_s)
+        for shard in range(self.members.servers):
+            self.listener.send(b"server:%d" % shard, wire.encode(configure))
+
+    def _admit_late(self, described: wire.Describe) -> None:
+        if self._fits(described):
+            self._announce(self.authority.admit({described.rank: described.incarnation}))
+            self.say(f"worker {described.rank} joined")
+            self._welcome(described)
+
+    def _welcome(self, described: wire.Describe) -> None:
+        if self._fits(described):
+            view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
+            begin = wire.Begin(view, str(self.policy), self.epoch_s)
+            self._tell_worker(described.rank, described.incarnation, begin)
+
+    def _fits(self, described: wire.Describe) -> bool:
+        assert self.lead is not None
+        if described.digest == self.lead.digest:
+            return True
+        reason = (
+            f"the model of worker {described.rank} differs from worker 0's "
+            "(names, shapes, groups or dtype of the parameters): build the same model on every worker"
+        )
+        self._remove(described.rank, described.incarnation)
+        self._tell_worker(described.rank, described.incarnation, wire.Refuse(reason))
+        return False
+
+    def _announce(self, view: View) -> None:
+        for shard in range(self.members.servers):
+            self.listener.send(b"server:%d" % shard, wire.encode(wire.NewView(view)))
+
+    def _tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
+        self.listener.send(b"worker:%d:%d" % (rank, incarnation), wire.encode(message))
+
+    def stop_workers(self, reason: str) -> None:
+        """Ask the workers to end after their current step."""
+        self.stopping = True
+        for child in self.live_workers():
+            self._tell_worker(child.rank, child.incarnation, wire.Stop(reason))
+
+    def _finish(self) -> None:
+        """All workers are gone: collect the parameters."""
+        if self.lead is None or self.lead.layout is None or not self.begun:
+            raise RunFailed(
+                "; ".join(self.failures)
+                or "the script ended without making a paceline.Optimizer: nothing was trained"
+            )
+        memory.create(self.folder.path / "final", self.lead.layout)
+        self.asked_to_finish = True
+        for shard in range(self.members.servers):
+            self.listener.send(b"server:%d" % shard, wire.encode(wire.Finish()))
+
+    def _result(self, output: Path) -> Run:
+        assert self.lead is not None
+        assert self.lead.layout is not None
+        layout = self.lead.layout
+        final = memory.attach(self.folder.path / "final", layout).clone()
+        slice_bytes = layout.slice_bytes(self.members.servers)
+        for sentinel in list(self.children):
+            self.child_ended(self.children.pop(sentinel))
+        trace = gather(output, Header("live", str(self.policy), self.members, self.plan.seed, slice_bytes))
+        ended = max((record.event.at for record in trace.records[-1:]), default=0.0)
+        return Run(
+            policy=str(self.policy),
+            runtime="live",
+            history=self.history,
+            trace=trace,
+            parameters=layout.named(final),
+            time_s=ended,
+            target=self.plan.target,
+            time_to_target_s=self.reached_s,
+            failures=self.failures,
+        )
+
+    # Faults, time, signals.
+
+    def _strike_due(self) -> None:
+        while self.begun and self.due and time.monotonic() - self.epoch_s >= (self.due[0].at_s or 0.0):
+            self._strike(self.due.pop(0))
+
+    def _strike(self, fault: Fault) -> None:
+        children = [child for child in self.live_workers() if child.rank == fault.worker]
+        match fault.kind:
+            case "join":
+                if not children and self.live_workers():
+                    self.start_worker(fault.worker)
+            case "crash":
+                for child in children:
+                    child.kill()
+            case "leave":
+                for child in children:
+                    self._tell_worker(child.rank, child.incarnation, wire.Stop("the scenario says so"))
+            case "pause":
+                for child in children:
+                    child.signal(signal.SIGSTOP)
+                    resume = threading.Timer(fault.for_s, child.signal, [signal.SIGCONT])
+                    resume.daemon = True
+                    resume.start()
+            case _:
+                assert_never(fault.kind)
+
+    def _check_time(self) -> None:
+        waited = time.monotonic() - self.started
+        if self.plan.timeout_s is not None and waited > self.plan.timeout_s:
+            raise RunFailed(f"the run did not end within {self.plan.timeout_s:g} s")
+        if len(self.servers_there) < self.members.servers and waited > SERVERS_READY_S:
+            missing = sorted(set(range(self.members.servers)) - self.servers_there)
+            raise RunFailed(f"server {missing[0]} did not start within {SERVERS_READY_S:g} s")
+
+    def _catch_signals(self) -> dict[int, Any]:
+        """Ctrl-C or SIGTERM once: finish. Twice: stop now."""
+
+        def interrupted(number: int, frame: FrameType | None) -> None:
+            self.interrupts += 1
+            if self.interrupts > 1:
+                raise KeyboardInterrupt
+
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _end_all(self) -> None:
+        for child in self.children.values():
+            child.kill()
+        for child in self.children.values():
+            child.reap()
+        self.children.clear()
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}" if code else "ended"
+

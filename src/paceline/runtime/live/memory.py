@@ -1,0 +1,116 @@
+"""Shared memory as files: a folder for the run, a segment for each worker.
+
+A worker's segment holds one flat vector. It is the worker's push buffer and its pull buffer: between its push
+and the answer the slice belongs to the shard, at all other times to the worker. So nobody ever reads what
+somebody else is writing, without locks, fences or a second buffer.
+
+Files are mapped directly: `multiprocessing.shared_memory` on Python 3.11 unlinks segments others still use.
+The space is reserved at once (`posix_fallocate`), since a full /dev/shm would otherwise kill a process later.
+The folder is locked by the driver for its life; a folder whose lock is free belongs to nobody and is removed
+at the next start.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.tensors.layout import Layout
+
+PREFIX = "paceline-"
+NEW_S = 60.0
+"""A folder without a lock file is left alone for so long: its driver may be just about to lock it."""
+
+
+def base_folder() -> Path:
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class RunFolder:
+    """The folder of one live run: sockets, segments, configuration. Gone when the run is."""
+
+    def __init__(self) -> None:
+        remove_stale()
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))
+        self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def remove_stale() -> list[Path]:
+    """Remove what killed runs left behind; nothing of a live run."""
+    removed = []
+    for folder in base_folder().glob(PREFIX + "*"):
+        try:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except FileNotFoundError:
+            if folder.exists() and time.time() - folder.stat().st_mtime > NEW_S:
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+            continue
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        finally:
+            os.close(lock)
+    return removed
+
+
+def create(path: Path, layout: Layout) -> Tensor:
+    """A new segment that holds one flat vector."""
+    nbytes = max(layout.numel * layout.itemsize, 1)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return _map(descriptor, layout)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise PacelineError(
+            f"no room for {nbytes / 1e6:.1f} MB of shared memory in {path.parent.parent} "
+            f"({free / 1e6:.1f} MB free): free some, or enlarge it (mount -o remount,size=...)"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def attach(path: Path, layout: Layout) -> Tensor:
+    """The vector in a segment that another process made."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return _map(descriptor, layout)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, layout: Layout) -> Tensor:
+    nbytes = max(layout.numel * layout.itemsize, 1)
+    size = os.fstat(descriptor).st_size
+    if size != nbytes:
+        raise PacelineError(f"a segment has {size} bytes, the layout needs {nbytes}")
+    # The map lives as long as the tensor: torch keeps a reference to the buffer.
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=layout.torch_dtype, count=layout.numel)

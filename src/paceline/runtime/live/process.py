@@ -1,0 +1,74 @@
+"""The first thing a process of a live run does, and how a worker's script is run in one.
+
+Processes die with their driver (the kernel sees to it), leave Ctrl-C to it, and say goodbye when their script
+ends. A script that raises prints its traceback under its rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from paceline import session
+from paceline.errors import PacelineError
+
+PR_SET_PDEATHSIG = 1
+
+
+class Stopped(SystemExit):
+    """Raised by `step` when the driver has ended the run: the target is reached, or somebody pressed Ctrl-C."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def die_with(driver: int) -> None:
+    """Have the kernel kill this process when its parent, the driver, is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != driver:
+        os._exit(1)
+
+
+def ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def run_worker(rank: int, work: Callable[[], object]) -> int:
+    """Do the worker's work in this process; the exit code."""
+    code = 0
+    try:
+        work()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except PacelineError as error:
+        print(f"worker {rank}: {error}", file=sys.stderr)
+        code = 1
+    except BaseException:
+        print(f"worker {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
+        code = 1
+    if code == 0:
+        session.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def main() -> None:
+    """`python -m paceline.runtime.live.process SCRIPT ARGUMENTS...`"""
+    die_with(int(os.environ["PACELINE_DRIVER"]))
+    ignore_interrupts()
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    rank = int(os.environ["PACELINE_RANK"])
+    # Not sys.exit: what a library left running must not keep the process.
+    os._exit(run_worker(rank, lambda: runpy.run_path(script, run_name="__main__")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""A server process: one shard's machine, its slice of the parameters, its optimizer.
+
+It waits for messages, tells the machine, and does what the machine orders, one event at a time. Gradients are
+read from, and parameters written to, the workers' segments (`memory.py`): a push is the message that says the
+slice is there, whole. The loop never spins: cores are few.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline import policies
+from paceline.core.actions import Answer, Apply, Compute, Drop, Send
+from paceline.core.events import PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.messages import Handle, Node, Pull, Push
+from paceline.runtime.driver import Seat
+from paceline.runtime.live import memory, wire
+from paceline.runtime.live.process import die_with, ignore_interrupts
+from paceline.runtime.live.recording import TraceFile
+from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
+from paceline.tensors.optimizers import SliceOptimizer
+
+IDLE_S = 1.0
+
+
+class LiveServer:
+    """Carries out the actions of one shard's machine."""
+
+    def __init__(self, folder: Path, shard: int) -> None:
+        self.folder = folder
+        self.shard = shard
+        self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
+        self.context = Context()
+        self.listener = Listener(self.context, folder / f"server-{shard}")
+        self.driver = Link(self.context, folder / "driver", b"server:%d" % shard)
+        self.waiter = Waiter()
+        self.waiter.watch(self.listener)
+        self.waiter.watch(self.driver)
+        self.trace = TraceFile(Path(self.config.output), Node("server", shard), 0)
+        self.segments: dict[tuple[int, int], Tensor] = {}
+        """The slice of each worker's segment that belongs to this shard."""
+        self.absent: dict[tuple[int, int], frozenset[int]] = {}
+        self.alive: set[tuple[int, int]] = set()
+        self.finished = False
+        self.seat: Seat
+
+    def now(self) -> float:
+        return time.monotonic() - self.epoch_s
+
+    def run(self) -> None:
+        self.driver.send(wire.encode(wire.Ready(self.shard, configured=False)))
+        while not self.finished:
+            self.waiter.wait(IDLE_S)
+            while (order := self.driver.receive()) is not None:
+                self.obey(wire.decode_to_server(order))
+            while (received := self.listener.receive()) is not None:
+                self.take(*received)
+        self.trace.close()
+        self.context.close()
+
+    def obey(self, order: wire.ToServer) -> None:
+        match order:
+            case wire.Configure():
+                self.configure(order)
+            case wire.NewView():
+                self.alive = set(order.view.members)
+                self.seat.tell(ViewChanged(self.now(), order.view))
+            case wire.Finish():
+                self.finish()
+            case _:
+                assert_never(order)
+
+    def configure(self, order: wire.Configure) -> None:
+        self.layout = order.layout
+        self.part = order.layout.slices(self.config.members.servers)[self.shard]
+        self.epoch_s = order.epoch_s
+        values = memory.attach(self.folder / "initial", order.layout)[self.part].clone()
+        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer)
+        policy = policies.parse(order.policy)
+        machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
+        self.seat = Seat(Node("server", self.shard), 0, machine, self, self.trace.write)
+        self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+
+    def finish(self) -> None:
+        """Leave the final values where the driver finds them."""
+        final = memory.attach(self.folder / "final", self.layout)
+        final[self.part] = self.optimizer.values
+        self.driver.send(wire.encode(wire.Finished(self.shard)))
+        self.finished = True
+
+    def take(self, peer: bytes, message: bytes) -> None:
+        """A worker's message: tell the machine about the push, then about the pull."""
+        try:
+            exchange = wire.decode_exchange(message)
+        except wire.BAD_MESSAGE as error:
+            print(f"server {self.shard}: refused a malformed message of {peer!r}: {error}", file=sys.stderr)
+            return
+        for part in exchange.messages:
+            if peer != b"%d:%d" % sender_of(part):
+                print(f"server {self.shard}: {peer!r} spoke as worker {sender_of(part)}: refused", file=sys.stderr)
+                return
+            match part:
+                case Push():
+                    self.take_push(part, exchange)
+                case Pull():
+                    self.seat.tell(PullArrived(self.now(), part))
+                case _:
+                    assert_never(part)
+
+    def take_push(self, push: Push, exchange: wire.Exchange) -> None:
+        handle = push.handle
+        if exchange.hyper is not None:
+            self.optimizer.set_hyper(exchange.hyper)
+        self.absent[handle.source, handle.incarnation] = frozenset(exchange.absent)
+        if is_finite(self.segment(handle.source, handle.incarnation)):
+            self.seat.tell(PushArrived(self.now(), push))
+        else:
+            reason = "the gradient is not finite"
+            rejected = wire.Rejected(self.shard, handle.source, handle.iteration, reason)
+            self.driver.send(wire.encode(rejected))
+            self.seat.tell(PushRejected(self.now(), push, reason))
+
+    def segment(self, worker: int, incarnation: int) -> Tensor:
+        key = (worker, incarnation)
+        if key not in self.segments:
+            whole = memory.attach(self.folder / f"worker-{worker}.{incarnation}", self.layout)
+            self.segments[key] = whole[self.part]
+        return self.segments[key]
+
+    def apply(self, action: Apply) -> None:
+        senders = [(handle.source, handle.incarnation) for handle in action.handles]
+        gradients = [self.segments[sender] for sender in senders]
+        self.optimizer.apply(gradients, action.weight, [self.absent[sender] for sender in senders])
+        self.let_go(action.handles)
+
+    def drop(self, action: Drop) -> None:
+        self.let_go((action.handle,))
+
+    def let_go(self, handles: tuple[Handle, ...]) -> None:
+        """Unmap the segments of workers that are gone, once their last gradient is used."""
+        for handle in handles:
+            sender = (handle.source, handle.incarnation)
+            if sender not in self.alive:
+                self.segments.pop(sender, None)
+                self.absent.pop(sender, None)
+
+    def answer(self, action: Answer) -> None:
+        parameters = action.parameters
+        self.segment(parameters.worker, parameters.incarnation).copy_(self.optimizer.values)
+        peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
+        # A peer that is gone is not our business: the driver notices, and a view will say so.
+        self.listener.send(peer, wire.encode(parameters))
+
+    def send(self, action: Send) -> None:
+        raise AssertionError(f"a server cannot {action}")
+
+    def compute(self, action: Compute) -> None:
+        raise AssertionError(f"a server cannot {action}")
+
+
+def sender_of(message: Push | Pull) -> tuple[int, int]:
+    """Worker and incarnation."""
+    if isinstance(message, Push):
+        return message.handle.source, message.handle.incarnation
+    return message.worker, message.incarnation
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite: a sum is one pass, and only a sum that is not needs a second look."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def main() -> None:
+    die_with(int(os.environ["PACELINE_DRIVER"]))
+    ignore_interrupts()
+    torch.set_num_threads(1)
+    folder, shard = Path(sys.argv[1]), int(sys.argv[2])
+    LiveServer(folder, shard).run()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
+
+    worker -> driver     Hello, Describe (the model, from worker 0), Log, Leave
+    driver -> worker     Begin, Refuse, Stop
+    driver -> server     Configure, NewView, Finish
+    server -> driver     Ready, Rejected, Finished
+    worker -> server     Exchange: push and pull of one iteration in one message
+    server -> worker     the core's Parameters
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from paceline.cluster import Fault
+from paceline.core.messages import Members, Parameters, Pull, Push, View
+from paceline.tensors.layout import Layout
+from paceline.tensors.optimizers import Hyper, OptimizerSpec
+
+
+class LiveConfig(Struct, frozen=True):
+    """What every process of a run is told at its start, in a file of the run's folder."""
+
+    members: Members
+    seed: int
+    policy: str | None
+    """Given on the command line; beats what the script says."""
+    cluster: str | None
+    """The scenario whose slowdowns are injected, in its text form, and its faults."""
+    faults: tuple[Fault, ...]
+    output: str
+    """Where traces go."""
+
+
+class Hello(Struct, frozen=True, tag=True):
+    rank: int
+    incarnation: int
+
+
+class Describe(Struct, frozen=True, tag=True):
+    """What a worker is about to train. Worker 0's becomes the run's; the others' must have the same digest."""
+
+    rank: int
+    incarnation: int
+    digest: str
+    layout: Layout | None
+    optimizer: OptimizerSpec | None
+    policy: str | None
+
+
+class Log(Struct, frozen=True, tag=True):
+    rank: int
+    at: float
+    iteration: int
+    updates: int
+    values: dict[str, float]
+
+
+class Leave(Struct, frozen=True, tag=True):
+    rank: int
+    incarnation: int
+
+
+class Begin(Struct, frozen=True, tag=True):
+    """The servers are ready: pull and compute. `epoch_s` is the monotonic time of second 0."""
+
+    view: View
+    policy: str
+    epoch_s: float
+
+
+class Refuse(Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Stop(Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Configure(Struct, frozen=True, tag=True):
+    policy: str
+    layout: Layout
+    optimizer: OptimizerSpec
+    epoch_s: float
+
+
+class NewView(Struct, frozen=True, tag=True):
+    view: View
+
+
+class Finish(Struct, frozen=True, tag=True):
+    pass
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """The server is there; then, that it is configured."""
+
+    shard: int
+    configured: bool
+
+
+class Rejected(Struct, frozen=True, tag=True):
+    shard: int
+    worker: int
+    iteration: int
+    reason: str
+
+
+class Finished(Struct, frozen=True, tag=True):
+    shard: int
+
+
+class Exchange(Struct, frozen=True, tag=True):
+    """A worker's messages to one shard, with what the shard's optimizer needs to know of the gradient."""
+
+    messages: tuple[Push | Pull, ...]
+    hyper: tuple[Hyper, ...] | None
+    """The hyper-parameters of all groups, when a scheduler has changed them."""
+    absent: tuple[int, ...]
+    """Tensors that have no gradient in this push."""
+
+
+ToDriver = Hello | Describe | Log | Leave | Ready | Rejected | Finished
+ToWorker = Begin | Refuse | Stop
+ToServer = Configure | NewView | Finish
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_driver = msgspec.msgpack.Decoder(ToDriver).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
+decode_exchange = msgspec.msgpack.Decoder(Exchange).decode
+decode_parameters = msgspec.msgpack.Decoder(Parameters).decode
+
+BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding something malformed may raise."""

@@ -1,0 +1,212 @@
+"""The worker's side of a live run, inside the user's process: its machine, its segment, its links.
+
+`begin` describes the model to the driver and returns when the first parameters are there. `exchange` hands a
+gradient in and returns when the parameters of the next iteration are there: one message to each shard, one
+answer from each. The links are read only here, in the thread that calls `step`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline import cluster, policies
+from paceline.cluster import Fault
+from paceline.core.actions import Answer, Apply, Compute, Drop, Send
+from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
+from paceline.core.messages import Node, Pull, Push
+from paceline.core.policy import Policy
+from paceline.core.worker import Worker
+from paceline.errors import PacelineError
+from paceline.runtime.driver import Seat
+from paceline.runtime.live import memory, wire
+from paceline.runtime.live.process import Stopped
+from paceline.runtime.live.recording import TraceFile
+from paceline.runtime.live.sockets import Context, Link, Waiter
+from paceline.tensors.layout import Layout, flatten
+from paceline.tensors.optimizers import Hyper, OptimizerSpec
+
+IDLE_S = 1.0
+
+
+class LiveWorker:
+    """Carries out the actions of one worker's machine."""
+
+    def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.incarnation = incarnation
+        self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
+        self.context = Context()
+        self.name = b"%d:%d" % (rank, incarnation)
+        self.driver = Link(self.context, folder / "driver", b"worker:" + self.name)
+        self.waiter = Waiter()
+        self.waiter.watch(self.driver)
+        self.servers: list[Link] = []
+        self.outbox: dict[int, list[Push | Pull]] = {}
+        self.ordered: Compute | None = None
+        self.epoch_s = time.monotonic()
+        self.stopping = False
+        self.sent_hyper: tuple[Hyper, ...] | None = None
+        self.faults: tuple[Fault, ...] = self.config.faults if incarnation == 0 else ()
+        self.duration = None
+        if self.config.cluster is not None:
+            scenario = replace(cluster.load(self.config.cluster), faults=self.config.faults)
+            self.duration = scenario.durations(rank, self.config.members.workers, self.config.seed)
+        self.driver.send(wire.encode(wire.Hello(rank, incarnation)))
+        self.layout: Layout
+        self.machine: Worker
+        self.seat: Seat
+        self.trace: TraceFile | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> LiveWorker:
+        folder = Path(environment["PACELINE_FOLDER"])
+        return cls(folder, int(environment["PACELINE_RANK"]), int(environment["PACELINE_INCARNATION"]))
+
+    def now(self) -> float:
+        return time.monotonic() - self.epoch_s
+
+    def begin(self, layout: Layout, tensors: Sequence[Tensor], optimizer: OptimizerSpec, policy: Policy | None) -> None:
+        """Describe the model, wait for the servers, and take the first parameters into `tensors`."""
+        self.layout = layout
+        self.segment = memory.create(self.folder / f"worker-{self.rank}.{self.incarnation}", layout)
+        self.views = layout.views(self.segment)
+        self.slice_bytes = layout.slice_bytes(self.config.members.servers)
+        lead = self.rank == 0 and self.incarnation == 0
+        if lead:
+            flatten(tensors, layout.views(memory.create(self.folder / "initial", layout)))
+        self.sent_hyper = optimizer.groups
+        self.driver.send(
+            wire.encode(
+                wire.Describe(
+                    self.rank,
+                    self.incarnation,
+                    layout.digest(),
+                    layout if lead else None,
+                    optimizer if lead else None,
+                    str(policy) if policy is not None else None,
+                )
+            )
+        )
+        begin = self.await_begin()
+        self.epoch_s = begin.epoch_s
+        members = self.config.members
+        for shard in range(members.servers):
+            link = Link(self.context, self.folder / f"server-{shard}", self.name)
+            self.servers.append(link)
+            self.waiter.watch(link)
+        machine = policies.parse(begin.policy).machine("worker", self.rank, members, self.config.seed)
+        assert isinstance(machine, Worker)
+        self.machine = machine
+        node = Node("worker", self.rank)
+        self.trace = TraceFile(Path(self.config.output), node, self.incarnation)
+        self.seat = Seat(node, self.incarnation, machine, self, self.trace.write)
+        self.seat.tell(ViewChanged(self.now(), begin.view))
+        self.flush((), None)
+        self.await_parameters(tensors)
+
+    def await_begin(self) -> wire.Begin:
+        while True:
+            self.waiter.wait(IDLE_S)
+            while (message := self.driver.receive()) is not None:
+                match wire.decode_to_worker(message):
+                    case wire.Begin() as begin:
+                        return begin
+                    case wire.Refuse(reason):
+                        raise PacelineError(reason)
+                    case wire.Stop():
+                        raise Stopped
+
+    def exchange(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], hyper: tuple[Hyper, ...]) -> None:
+        """Push a gradient; return when `tensors` hold the parameters of the next iteration."""
+        ordered = self.ordered
+        assert ordered is not None
+        self.ordered = None
+        present = [gradient is not None for gradient in gradients]
+        flatten(
+            [gradient for gradient in gradients if gradient is not None],
+            [view for view, there in zip(self.views, present, strict=True) if there],
+        )
+        absent = tuple(index for index, there in enumerate(present) if not there)
+        for index in absent:
+            self.views[index].zero_()
+        changed = hyper if hyper != self.sent_hyper else None
+        self.sent_hyper = hyper
+        self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.slice_bytes))
+        self.flush(absent, changed)
+        self.await_parameters(tensors)
+
+    def await_parameters(self, tensors: Sequence[Tensor]) -> None:
+        while self.ordered is None:
+            self.waiter.wait(IDLE_S)
+            self.hear_driver()
+            for link in self.servers:
+                while (message := link.receive()) is not None:
+                    parameters = wire.decode_parameters(message)
+                    self.seat.tell(ParametersArrived(self.now(), parameters))
+            self.flush((), None)
+        with torch.no_grad():
+            flatten(self.views, tensors)
+        if self.stopping:
+            raise Stopped
+
+    def hear_driver(self) -> None:
+        while (message := self.driver.receive()) is not None:
+            if isinstance(wire.decode_to_worker(message), wire.Stop):
+                self.stopping = True
+
+    def flush(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None) -> None:
+        """Send what the machine has ordered: one message to each shard."""
+        for shard, messages in self.outbox.items():
+            self.servers[shard].send(wire.encode(wire.Exchange(tuple(messages), hyper, absent)))
+        self.outbox.clear()
+
+    def slow_down(self, started: float) -> None:
+        """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
+        if self.duration is not None:
+            remaining = self.duration() - (time.monotonic() - started)
+            if remaining > 0:
+                time.sleep(remaining)
+        for fault in self.faults:
+            if fault.worker == self.rank and fault.at_iteration == self.machine.iteration:
+                if fault.kind == "crash":
+                    os.kill(os.getpid(), 9)
+                elif fault.kind == "leave":
+                    raise Stopped
+                elif fault.kind == "pause":
+                    time.sleep(fault.for_s)
+
+    def log(self, values: dict[str, float]) -> None:
+        started = hasattr(self, "machine")
+        iteration, updates = (self.machine.iteration, self.machine.versions[0]) if started else (0, 0)
+        self.driver.send(wire.encode(wire.Log(self.rank, self.now(), iteration, updates, values)))
+
+    def leave(self) -> None:
+        """This worker is done: say so, and let the last messages out."""
+        self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
+        if self.trace is not None:
+            self.trace.close()
+        self.context.close()
+
+    def compute(self, action: Compute) -> None:
+        self.ordered = action
+
+    def send(self, action: Send) -> None:
+        self.outbox.setdefault(action.to.rank, []).append(action.message)
+
+    def apply(self, action: Apply) -> None:
+        raise AssertionError(f"a worker cannot {action}")
+
+    def drop(self, action: Drop) -> None:
+        raise AssertionError(f"a worker cannot {action}")
+
+    def answer(self, action: Answer) -> None:
+        raise AssertionError(f"a worker cannot {action}")

@@ -1,0 +1,1 @@
+"""The virtual runtime: one process, a simulated clock, real gradients."""

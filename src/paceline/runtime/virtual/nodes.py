@@ -1,0 +1,146 @@
+"""Virtual workers and servers: they carry out a machine's actions on the simulated clock, with real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.core.actions import Answer, Apply, Compute, Drop, Send
+from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived
+from paceline.core.messages import Parameters, Pull, Push
+from paceline.runtime.driver import Seat
+from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, Wire
+from paceline.tensors.optimizers import SliceOptimizer
+
+if TYPE_CHECKING:
+    from paceline.runtime.virtual.simulation import Simulation
+
+
+class NoSuchAction(AssertionError):
+    """A machine ordered something its role cannot do."""
+
+
+class VirtualServer:
+    """One shard: a slice of the parameters, its optimizer, and a wire in each direction."""
+
+    def __init__(self, simulation: Simulation, shard: int, optimizer: SliceOptimizer) -> None:
+        self.simulation = simulation
+        self.shard = shard
+        self.optimizer = optimizer
+        self.consumed = 0
+        """Gradients applied so far, and in how many steps."""
+        self.updates = 0
+        cluster = simulation.cluster
+        self.inward = Wire(cluster.latency_s, cluster.bandwidth)
+        self.outward = Wire(cluster.latency_s, cluster.bandwidth)
+        self.seat: Seat
+
+    def receive(self, message: Push | Pull) -> None:
+        """Take a message that a worker sends now."""
+        engine = self.simulation.engine
+        event: Event
+        if isinstance(message, Push):
+            arrival = self.inward.arrival(engine.now, message.handle.nbytes)
+            event = PushArrived(arrival, message)
+        else:
+            arrival = self.inward.arrival(engine.now, 0)
+            event = PullArrived(arrival, message)
+        engine.at(arrival, MESSAGE, lambda: self.seat.tell(event))
+
+    def apply(self, action: Apply) -> None:
+        gradients = [self.simulation.gradients.take(handle, self.shard) for handle in action.handles]
+        self.optimizer.apply(gradients, action.weight)
+        self.consumed += len(gradients)
+        self.updates += 1
+        self.simulation.consider_evaluation()
+
+    def drop(self, action: Drop) -> None:
+        self.simulation.gradients.discard(action.handle)
+
+    def answer(self, action: Answer) -> None:
+        parameters = action.parameters
+        worker = self.simulation.workers.get(parameters.worker)
+        arrival = self.outward.arrival(self.simulation.engine.now, self.simulation.slice_bytes[self.shard])
+        if worker is not None and worker.incarnation == parameters.incarnation:
+            worker.receive(parameters, self.optimizer.values, arrival)
+
+    def send(self, action: Send) -> None:
+        raise NoSuchAction(f"a server cannot {action}")
+
+    def compute(self, action: Compute) -> None:
+        raise NoSuchAction(f"a server cannot {action}")
+
+
+class VirtualWorker:
+    """One worker: durations from the cluster, gradients from `Gradients`."""
+
+    def __init__(self, simulation: Simulation, rank: int, incarnation: int) -> None:
+        self.simulation = simulation
+        self.rank = rank
+        self.incarnation = incarnation
+        self.alive = True
+        self.paused_until = 0.0
+        self.duration: Callable[[], float] = simulation.cluster.durations(
+            rank, simulation.members.workers, simulation.seed
+        )
+        self.parameters = self._fresh()
+        """What has been pulled for the next iteration. Never written after the computation has started."""
+        self.computing: Compute | None = None
+        self.seat: Seat
+
+    def _fresh(self) -> Tensor:
+        return torch.empty(self.simulation.layout.numel, dtype=self.simulation.layout.torch_dtype)
+
+    def tell(self, event: Event) -> None:
+        if self.alive:
+            self.seat.tell(event)
+
+    def receive(self, parameters: Parameters, values: Tensor, arrival: float) -> None:
+        """Take a slice that a server sends now; it has arrived whole at `arrival`."""
+        self.parameters[self.simulation.shards[parameters.shard]] = values
+        event = ParametersArrived(arrival, parameters)
+        self.simulation.engine.at(arrival, MESSAGE, lambda: self.tell(event))
+
+    def compute(self, action: Compute) -> None:
+        simulation = self.simulation
+        if simulation.iterations is not None and action.iteration >= simulation.iterations:
+            simulation.leave(self)
+            return
+        self.computing = action
+        samples = simulation.dealer.deal(self.rank, action.iteration)
+        simulation.gradients.order((self.rank, self.incarnation, action.iteration), self.parameters, samples)
+        self.parameters = self._fresh()
+        duration = self.duration()
+        now = simulation.engine.now
+        simulation.strike_at_iteration(self, action.iteration, now + 0.5 * duration)
+        simulation.engine.at(now + duration, COMPUTE, lambda: self.finish(action))
+
+    def finish(self, action: Compute) -> None:
+        engine = self.simulation.engine
+        if not self.alive:
+            return
+        if self.paused_until > engine.now:
+            engine.at(self.paused_until, COMPUTE, lambda: self.finish(action))
+            return
+        self.computing = None
+        self.tell(GradientReady(engine.now, action.iteration, action.attempt, self.simulation.slice_bytes))
+
+    def die(self) -> None:
+        self.alive = False
+        if self.computing is not None:
+            self.simulation.gradients.cancel((self.rank, self.incarnation, self.computing.iteration))
+
+    def send(self, action: Send) -> None:
+        self.simulation.servers[action.to.rank].receive(action.message)
+
+    def apply(self, action: Apply) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+    def drop(self, action: Drop) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+    def answer(self, action: Answer) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")

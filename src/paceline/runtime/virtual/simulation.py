@@ -1,0 +1,198 @@
+"""A virtual run from beginning to end: the machines of one policy on a simulated cluster, with real gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.cluster import Cluster, Fault
+from paceline.core.events import ViewChanged
+from paceline.core.messages import Members, Node, View
+from paceline.core.policy import Policy
+from paceline.core.trace import Header, Record, Trace
+from paceline.run import Point, Run, Target
+from paceline.runtime.driver import Authority, Seat
+from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
+from paceline.runtime.virtual.gradients import Gradients
+from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
+from paceline.sampling import Dealer
+from paceline.tensors.layout import flatten, layout_of
+from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
+from paceline.workloads.base import Workload
+
+FEW = 32
+"""Up to so many workers the invariants are checked after every event; above, as often as costs the same."""
+
+Watcher = Callable[[Point], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to simulate. `iterations` bounds each worker; a `target` that is reached ends the run sooner."""
+
+    policy: Policy
+    workload: Workload
+    cluster: Cluster
+    members: Members
+    optimizer: OptimizerSpec
+    seed: int = 0
+    iterations: int | None = None
+    target: Target | None = None
+    batch: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class Simulation:
+    def __init__(self, plan: Plan, watch: Watcher | None = None) -> None:
+        self.plan = plan
+        self.watch = watch
+        self.members = plan.members
+        self.cluster = plan.cluster
+        self.seed = plan.seed
+        self.iterations = plan.iterations
+        self.engine = Engine()
+        self.authority = Authority()
+        self.module = plan.workload.module(plan.seed, plan.dtype)
+        named = [(name, parameter, 0) for name, parameter in self.module.named_parameters()]
+        self.layout = layout_of(named)
+        self.flat = torch.empty(self.layout.numel, dtype=plan.dtype)
+        flatten([parameter for _, parameter, _ in named], self.layout.views(self.flat))
+        self.shards = self.layout.slices(plan.members.servers)
+        self.slice_bytes = self.layout.slice_bytes(plan.members.servers)
+        self.gradients = Gradients(plan.workload, self.layout, self.shards)
+        batch = plan.batch or plan.workload.batch
+        self.dealer = Dealer(len(plan.workload.train[0]), plan.members.workers, batch, plan.seed)
+        self.trace = Trace(
+            Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), []
+        )
+        self.history: list[Point] = []
+        self.evaluated_at = 0
+        self.reached_s: float | None = None
+        self.steps = 0
+        self.servers = [self._server(shard) for shard in range(plan.members.servers)]
+        self.workers: dict[int, VirtualWorker] = {}
+
+    def _server(self, shard: int) -> VirtualServer:
+        part = self.shards[shard]
+        optimizer = SliceOptimizer(self.layout, part, self.flat[part], self.plan.optimizer)
+        server = VirtualServer(self, shard, optimizer)
+        node = Node("server", shard)
+        machine = self.plan.policy.machine("server", shard, self.members, self.seed)
+        server.seat = Seat(node, 0, machine, server, self.record)
+        machine.checks = self.members.workers <= FEW
+        return server
+
+    def record(self, record: Record) -> None:
+        self.trace.records.append(record)
+        self.steps += 1
+        if self.members.workers > FEW and self.steps % self.members.workers == 0:
+            for server in self.servers:
+                server.seat.machine.check()
+
+    def run(self) -> Run:
+        self.evaluate()
+        self.admit(list(range(self.members.workers)))
+        for fault in self.cluster.faults:
+            if fault.at_s is not None:
+                self.engine.at(fault.at_s, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+        if self.reached_s is None:
+            self.engine.run()
+        if self.history[-1].time_s < self.engine.now and self.reached_s is None:
+            self.evaluate()
+        parameters = self.layout.named(self.flat)
+        return Run(
+            policy=str(self.plan.policy),
+            runtime="virtual",
+            history=self.history,
+            trace=self.trace,
+            parameters=parameters,
+            time_s=self.engine.now,
+            target=self.plan.target,
+            time_to_target_s=self.reached_s,
+        )
+
+    # Membership and faults.
+
+    def admit(self, ranks: list[int]) -> None:
+        joining = {rank: self.authority.next_incarnation(rank) for rank in ranks}
+        for rank, incarnation in joining.items():
+            worker = VirtualWorker(self, rank, incarnation)
+            machine = self.plan.policy.machine("worker", rank, self.members, self.seed)
+            machine.checks = True
+            worker.seat = Seat(Node("worker", rank), incarnation, machine, worker, self.record)
+            self.workers[rank] = worker
+        view = self.authority.admit(joining)
+        self.announce(view, self.engine.now)
+        arrival = self.engine.now + self.cluster.latency_s
+        for rank in ranks:
+            self.engine.at(arrival, MESSAGE, lambda w=self.workers[rank]: w.tell(ViewChanged(arrival, view)))  # type: ignore[misc]
+
+    def announce(self, view: View, when: float) -> None:
+        """Tell the shards, `when` plus the latency from now on."""
+        arrival = when + self.cluster.latency_s
+        for server in self.servers:
+            self.engine.at(arrival, MESSAGE, lambda s=server: s.seat.tell(ViewChanged(arrival, view)))  # type: ignore[misc]
+
+    def leave(self, worker: VirtualWorker) -> None:
+        """The worker has done its part and says so."""
+        worker.die()
+        del self.workers[worker.rank]
+        self.announce(self.authority.remove(worker.rank), self.engine.now)
+
+    def lose(self, worker: VirtualWorker) -> None:
+        """The worker is gone without a word; the authority notices after `detect_s`."""
+        worker.die()
+        del self.workers[worker.rank]
+
+        def noticed() -> None:
+            if self.authority.members.get(worker.rank) == worker.incarnation:
+                self.announce(self.authority.remove(worker.rank), self.engine.now)
+
+        self.engine.at(self.engine.now + self.cluster.detect_s, FAULT, noticed)
+
+    def strike_at_iteration(self, worker: VirtualWorker, iteration: int, when: float) -> None:
+        for fault in self.cluster.faults:
+            if fault.worker == worker.rank and fault.at_iteration == iteration and worker.incarnation == 0:
+                self.engine.at(when, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+
+    def strike(self, fault: Fault) -> None:
+        worker = self.workers.get(fault.worker)
+        if fault.kind == "join":
+            if worker is None:
+                self.admit([fault.worker])
+        elif worker is None:
+            return
+        elif fault.kind == "crash":
+            self.lose(worker)
+        elif fault.kind == "leave":
+            self.leave(worker)
+        else:
+            worker.paused_until = self.engine.now + fault.for_s
+
+    # Evaluation.
+
+    def consider_evaluation(self) -> None:
+        """Evaluate when every shard has taken in as many gradients again as there are workers."""
+        consumed = min(server.consumed for server in self.servers)
+        if consumed >= self.evaluated_at + self.members.workers and not self.engine.stopped:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        self.evaluated_at = min(server.consumed for server in self.servers)
+        with torch.no_grad():
+            for parameter, value in zip(self.module.parameters(), self.layout.views(self.flat), strict=True):
+                parameter.copy_(value)
+        measured = self.plan.workload.evaluate(self.module)
+        point = Point(self.engine.now, self.servers[0].updates, measured["loss"], measured["accuracy"])
+        self.history.append(point)
+        if self.watch is not None:
+            self.watch(point)
+        target = self.plan.target
+        diverged = point.loss is None or not math.isfinite(point.loss)
+        if target is not None and target.reached(point):
+            self.reached_s = self.engine.now
+        if self.reached_s is not None or diverged:
+            self.engine.stop()

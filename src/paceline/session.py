@@ -1,0 +1,77 @@
+"""The world a script runs in: a worker of a live run, or, without a launcher, a world of one.
+
+`paceline.init()` finds out which from the environment. In a world of one nothing is started and no socket is
+opened: the script trains in its own process as if paceline were not there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.worker import LiveWorker
+
+
+class World:
+    """Who this process is among the workers. `live` is None in a world of one."""
+
+    def __init__(self, rank: int = 0, size: int = 1, live: LiveWorker | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.live = live
+        self.logged: list[dict[str, float]] = []
+        """What `log` was given, in a world of one."""
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size})"
+
+
+_world: World | None = None
+
+
+def init() -> World:
+    """Join the run this process was started for; without one, be a world of one. Calling it again is harmless."""
+    global _world
+    if _world is None:
+        if "PACELINE_FOLDER" in os.environ:
+            from paceline.runtime.live.worker import LiveWorker
+
+            live = LiveWorker.from_environment(os.environ)
+            _world = World(live.rank, live.config.members.workers, live)
+        else:
+            _world = World()
+    return _world
+
+
+def world() -> World:
+    """The world of this process, as `init` found it; a world of one before that."""
+    return _world if _world is not None else World()
+
+
+def leave() -> None:
+    """Say that this worker is done. Called when its script or function ends."""
+    global _world
+    if _world is not None and _world.live is not None:
+        _world.live.leave()
+    _world = None
+
+
+def forget() -> None:
+    """Start without a world: a forked worker is not what its parent was."""
+    global _world
+    _world = None
+
+
+def log(**values: float) -> None:
+    """Record metrics: `paceline.log(loss=..., accuracy=...)`. They make the run's history and its target."""
+    for name, value in values.items():
+        if not isinstance(value, int | float):
+            raise PacelineError(f"paceline.log({name}=...) takes a number, got {type(value).__name__}")
+    here = world()
+    if here.live is not None:
+        here.live.log({name: float(value) for name, value in values.items()})
+    else:
+        here.logged.append({name: float(value) for name, value in values.items()})

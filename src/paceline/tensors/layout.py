@@ -1,0 +1,110 @@
+"""How a model's parameters lie in one flat vector, and how that vector is cut into shards.
+
+The cut is FluentPS's elastic parameter slicing (001, III.A): slices of equal length to within one cache line,
+whatever the sizes of the layers. A slice therefore begins and ends anywhere within a tensor; a `Piece` is the
+part of one tensor that lies in one slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+CACHE_LINE_BYTES = 64
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """One tensor of the model: its name, its shape, and the optimizer's parameter group it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Piece(Struct, frozen=True, array_like=True):
+    """The part of tensor `entry` that lies in a slice: `length` elements from `offset` of the slice."""
+
+    entry: int
+    group: int
+    offset: int
+    length: int
+
+
+class Layout(Struct, frozen=True, array_like=True):
+    """All tensors in order, end to end, in one dtype."""
+
+    entries: tuple[Entry, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return sum(entry.numel for entry in self.entries)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        return self.torch_dtype.itemsize
+
+    def digest(self) -> str:
+        """A short name for this layout, the same in every process that has the same one."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors of the model as views of `flat`."""
+        views, start = [], 0
+        for entry in self.entries:
+            views.append(flat[start : start + entry.numel].view(entry.shape))
+            start += entry.numel
+        return views
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        return dict(zip((entry.name for entry in self.entries), self.views(flat), strict=True))
+
+    def slices(self, shards: int) -> list[slice]:
+        """Cut into `shards` parts, equal to within one cache line."""
+        line = CACHE_LINE_BYTES // self.itemsize
+        lines = math.ceil(self.numel / line)
+        cuts = [min(self.numel, lines * shard // shards * line) for shard in range(shards + 1)]
+        return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def slice_bytes(self, shards: int) -> tuple[int, ...]:
+        return tuple((part.stop - part.start) * self.itemsize for part in self.slices(shards))
+
+    def pieces(self, part: slice) -> list[Piece]:
+        """The parts of tensors that lie in the slice `part`, in order."""
+        pieces, start = [], 0
+        for index, entry in enumerate(self.entries):
+            first, last = max(start, part.start), min(start + entry.numel, part.stop)
+            if first < last:
+                pieces.append(Piece(index, entry.group, first - part.start, last - first))
+            start += entry.numel
+        return pieces
+
+
+def layout_of(named: Iterable[tuple[str, Tensor, int]]) -> Layout:
+    """The layout of (name, tensor, group) triples. All tensors must have one dtype, float32 or float64."""
+    triples = list(named)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor, _ in triples}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        raise TypeError(f"parameters must all be float32 or all float64, got {', '.join(sorted(dtypes)) or 'none'}")
+    entries = tuple(Entry(name, tuple(tensor.shape), group) for name, tensor, group in triples)
+    return Layout(entries, dtypes.pop())
+
+
+def flatten(tensors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Copy `tensors` into the views `out` (see `Layout.views`)."""
+    torch._foreach_copy_(list(out), [tensor.detach() for tensor in tensors])
