@@ -15,6 +15,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev]'
 	@touch $@
 
+# The same policies twice: in virtual time, then in real processes on this machine.
+demo: setup
+	@mkdir -p demo
+	$(BIN)/paceline compare bsp ssp:staleness=3 backup:extra=1 asp --workload digits-mlp \
+	    --cluster random-slowdown:factor=6 --workers 8 --servers 2 --target accuracy=0.95 --seed 0 \
+	    --json demo/virtual.json --report demo/virtual.html --chrome demo/virtual.trace.json
+	$(BIN)/paceline compare bsp ssp:staleness=3 backup:extra=1 asp --workload digits-mlp --live \
+	    --cluster random-slowdown:factor=6,compute_s=0.02 --workers 4 --servers 2 --target accuracy=0.85 --seed 0 \
+	    --json demo/live.json --report demo/live.html
+	@echo
+	@echo "reports: $(CURDIR)/demo/virtual.html and $(CURDIR)/demo/live.html"
+	@echo "next:    $(BIN)/paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py"
+
 test: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest

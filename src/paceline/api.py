@@ -24,6 +24,8 @@ ITERATIONS = 200
 ITERATIONS_TO_TARGET = 2000
 """Each worker's limit when a target is given and `iterations` is not."""
 
+Watcher = Callable[[Point], None]
+
 
 def simulate(
     workload: str | Workload = "digits-mlp",
@@ -38,16 +40,21 @@ def simulate(
     batch: int | None = None,
     seed: int = 0,
     dtype: str = "float32",
-    watch: Callable[[Point], None] | None = None,
+    watch: Watcher | None = None,
 ) -> Run:
     """Train `workload` in virtual time: real gradients, simulated clock, the same result for the same seed.
 
     Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
     called with each point of the history as it comes.
     """
+    job = Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed)
+    return simulate_job(job, dtype=dtype, watch=watch)
+
+
+def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = None) -> Run:
+    """Do a job in virtual time."""
     from paceline.runtime.virtual.simulation import Plan, Simulation
 
-    job = _Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed)
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     plan = Plan(
@@ -56,7 +63,7 @@ def simulate(
         cluster=job.cluster,
         members=job.members,
         optimizer=job.optimizer,
-        seed=seed,
+        seed=job.seed,
         iterations=job.iterations,
         target=job.target,
         batch=job.batch,
@@ -67,27 +74,18 @@ def simulate(
     return run
 
 
-def train_live(
-    workload: str | Workload = "digits-mlp",
-    policy: str | Policy = "bsp",
-    *,
-    workers: int = 4,
-    servers: int = 1,
-    cluster: str | Cluster = "steady:compute_s=0",
-    iterations: int | None = None,
-    target: str | None = None,
-    optimizer: str | None = None,
-    batch: int | None = None,
-    seed: int = 0,
-    watch: Callable[[Point], None] | None = None,
-) -> Run:
-    """The same as `simulate`, in real processes on this machine, with the cluster's slowdowns as sleeps."""
-    job = _Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed)
-    work = partial(train, job.workload, job.optimizer, job.batch, job.iterations, seed)
+def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
+    """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     run = launch(
-        work, workers=workers, servers=servers, policy=job.policy, cluster=job.cluster, seed=seed,
-        target=target, watch=watch,
-    )  # fmt: skip
+        partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed),
+        workers=job.members.workers,
+        servers=job.members.servers,
+        policy=job.policy,
+        cluster=job.cluster,
+        seed=job.seed,
+        target=str(job.target) if job.target is not None else None,
+        watch=watch,
+    )
     run.config = job.config()
     return run
 
@@ -102,7 +100,7 @@ def launch(
     seed: int = 0,
     target: str | None = None,
     timeout_s: float | None = None,
-    watch: Callable[[Point], None] | None = None,
+    watch: Watcher | None = None,
 ) -> Run:
     """Call `fn` in `workers` processes on this machine, with `servers` parameter servers beside them.
 
@@ -125,8 +123,8 @@ def launch(
     return Driver(plan, watch=watch).run()
 
 
-class _Job:
-    """The arguments that `simulate` and `train_live` share, checked."""
+class Job:
+    """A bundled workload to train, on what and how: everything checked, nothing started."""
 
     def __init__(
         self,

@@ -55,14 +55,14 @@ class Optimizer(torch.optim.Optimizer):
         self.started = time.monotonic()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One iteration: run `closure` (zero_grad, forward, backward, return the loss), then exchange.
 
         Without a closure the gradients must be there already, as after `loss.backward()`.
         """
         if self.live is None:
             self.steps += 1
-            return self.inner.step(closure)  # type: ignore[arg-type]
+            return self.inner.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

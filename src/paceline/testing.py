@@ -237,7 +237,7 @@ class Run:
         self.flight: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.links: defaultdict[Link, deque[Message]] = defaultdict(deque)
         self.slowness = self.random.choice((0.1, 0.5, 2.0))
-        self.pace: defaultdict[Any, float] = defaultdict(lambda: self.random.choice((0.5, 1.0, 1.0, 4.0)))
+        self.pace: defaultdict[Any, float] = defaultdict(lambda: self.random.choice((0.3, 1.0, 1.0, 8.0)))
         self.shards = [self.start("server", shard) for shard in range(self.members.servers)]
         self.processes: dict[Process, Machine] = {}
         self.expelled: set[Process] = set()
@@ -255,11 +255,15 @@ class Run:
     def play(self, faults: bool) -> Story:
         self.faults = faults
         self.join(*range(self.members.workers))
-        if faults:
-            for fault in [self.kill] * self.random.randint(0, 4) + [self.join] * self.random.randint(0, 1):
-                self.later(self.random.uniform(0, 1.5 * self.iterations), fault)
-        enough = 1_000 * (self.iterations + 1) * (self.members.workers + 5) * self.members.servers
-        while self.flight and self.story.counts["deliveries"] < enough:
+        usual = (1 + 3 * self.members.servers) * self.members.workers * self.iterations
+        kills, joins = self.random.randint(0, 4) * faults, self.random.randint(0, 1) * faults
+        troubles = [(self.random.randrange(usual), trouble) for trouble in [self.kill] * kills + [self.join] * joins]
+        for done in count():
+            for when, trouble in troubles:
+                if when == done:
+                    trouble()
+            if not self.flight or done > 100 * usual:
+                break
             self.now, _, deliver, what = heappop(self.flight)
             deliver(*what)
         self.judge_end()

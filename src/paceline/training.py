@@ -25,7 +25,7 @@ def train(workload: Workload, optimizer: OptimizerSpec, batch: int, iterations: 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             opt.zero_grad()
             loss = workload.loss(module(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         opt.step(closure)

@@ -59,7 +59,8 @@ class Machine:
         handler = self.handlers.get(type(event))
         if handler is None:
             raise IllegalEvent(f"{type(self).__name__} does not take {type(event).__name__}")
-        self.actions = actions = []
+        actions: list[Action] = []
+        self.actions = actions
         handler(event)
         self.settle()
         if self.checks:

@@ -184,6 +184,8 @@ class Shard(Machine):
         for freed_at, pulls in self.parked.items():
             for pull in pulls:
                 if self.incarnations.get(pull.worker) == pull.incarnation:
-                    require(freed_at > progress.V, f"worker {pull.worker} is parked for V={freed_at}, V is {progress.V}")
+                    require(
+                        freed_at > progress.V, f"worker {pull.worker} is parked for V={freed_at}, V is {progress.V}"
+                    )
                     require(pull.worker not in waiting, f"worker {pull.worker} is parked twice")
                     waiting.add(pull.worker)

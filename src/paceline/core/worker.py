@@ -61,9 +61,7 @@ class Worker(Machine):
             raise IllegalEvent(f"worker {self.rank} is not computing iteration {event.iteration}")
         self.computing = False
         for shard, node in enumerate(self.shards):
-            handle = Handle(
-                self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard]
-            )
+            handle = Handle(self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard])
             self.actions.append(Send(node, Push(handle)))
             self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))
         self.iteration += 1

@@ -21,7 +21,7 @@ from paceline.report.view import RunView, target_of, verdict
 GLOSSARY = (
     ("waiting", "share of the workers' lifetimes in which their pulls were parked"),
     ("DPR", "delayed pull request: a pull that a shard parked; per 100 iterations, all workers and shards"),
-    ("staleness", "updates a shard made between the version a gradient was computed on and its own"),
+    ("staleness", "updates a shard took between handing out parameters and using the gradient they led to"),
     ("dropped", "gradients that did not count on at least one shard"),
 )
 

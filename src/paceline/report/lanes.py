@@ -115,13 +115,12 @@ class Lane:
     def close_gap(self, at: float) -> None:
         open_ = [Wait(since, at, shard, why, NOBODY) for shard, (since, why) in self.parked.items()]
         for wait in union(self.waits + open_):
-            start, end = max(wait.start_s, self.since_s), min(wait.end_s, at)
-            if start < end:
-                self.add("exchange", start)
-                self.add("wait", end, wait.reason, wait.cause, wait.shard)
+            self.add("exchange", min(wait.start_s, at))
+            self.add("wait", min(wait.end_s, at), wait.reason, wait.cause, wait.shard)
         self.add("exchange", at)
 
     def add(self, kind: Kind, to: float, reason: str = "", cause: int = NOBODY, shard: int = NOBODY) -> None:
+        """The time from where the spans end up to `to`. Clocks that disagree may ask for none or less."""
         if to > self.since_s:
             who, since_s = (self.worker, self.incarnation), self.since_s
             self.spans.append(Span(*who, kind, since_s, to, self.iteration, reason, cause, shard))

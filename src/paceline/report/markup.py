@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 DASH = "–"
+LONG_NAME = 24
 RUN_COLOURS = 8
 """How many colours style.css has for runs; later runs take them again, dashed."""
 
@@ -33,9 +34,13 @@ def swatch(index: int) -> str:
     return f'<i class="swatch {run_class(index)}"></i>'
 
 
-def run_name(index: int, name: str) -> str:
-    """The name with its colour. A long policy may break after a colon or a comma."""
-    return swatch(index) + text(name).replace(":", ":<wbr>").replace(",", ",<wbr>")
+def run_head(index: int, name: str, scope: str) -> str:
+    """The heading of a row or column: the run's colour and name, which may break after a colon or a comma.
+
+    The style lets every name break on a phone, and long ones anywhere.
+    """
+    words = text(name).replace(":", ":<wbr>").replace(",", ",<wbr>")
+    return tag("th", swatch(index) + words, scope=scope, class_="long" if len(name) > LONG_NAME else None)
 
 
 def seconds(value: float) -> str:
@@ -70,7 +75,10 @@ def share(value: float) -> str:
 
 
 def megabytes(value: float) -> str:
+    """Millions of bytes: '0.0052', '3.20', '45.1', '1 240'."""
     size = value / 1e6
+    if size < 1:
+        return f"{size:.2g}"
     return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 100 else count(round(size))
 
 

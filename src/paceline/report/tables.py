@@ -12,7 +12,7 @@ from paceline.report.markup import (
     megabytes,
     plural,
     run_class,
-    run_name,
+    run_head,
     seconds,
     share,
     tag,
@@ -33,7 +33,9 @@ def summary_table(runs: list[RunView], target: Target | None) -> str:
     bases = {names[baseline_of(index, runs)] for index in range(len(runs))}
     versus = f"vs {bases.pop()}" if len(bases) == 1 else "speed-up"
     heads = ["policy"]
-    heads += [f"time to {target.text}", versus] if target else ["time"]
+    heads.append(f"time to {target.text}" if target else "time")
+    if target and len(runs) > 1:
+        heads.append(versus)
     heads += ["waiting", "DPRs per 100", "staleness mean / max", "dropped", "updates"]
     heads += ["final accuracy", "final loss", "MB pushed / pulled"]
     rows = [_row(index, names[index], runs, target) for index in range(len(runs))]
@@ -43,16 +45,16 @@ def summary_table(runs: list[RunView], target: Target | None) -> str:
 
 def _row(index: int, name: str, runs: list[RunView], target: Target | None) -> str:
     run = runs[index]
-    cells = [tag("th", run_name(index, name), scope="row")]
+    cells = [run_head(index, name, "row")]
     if target:
         reached = run.number("time_to_target_s")
         missed = tag("td", "missed", class_="missed")
         cells.append(missed if reached is None else tag("td", text(seconds(reached))))
-        faster = speed_up(index, runs)
-        is_base = baseline_of(index, runs) == index
-        cells.append(_cell(faster, lambda value: "baseline" if is_base else f"{value:.2f}×"))
     else:
         cells.append(_cell(run.number("time_s"), seconds))
+    if target and len(runs) > 1:
+        is_base = baseline_of(index, runs) == index
+        cells.append(_cell(speed_up(index, runs), lambda value: "baseline" if is_base else f"{value:.2f}×"))
     waiting = run.number("wait_share")
     cells.append(tag("td", DASH if waiting is None else _meter(waiting, 1.0, "wait", share(waiting))))
     cells.append(_cell(run.number("dpr_per_100"), lambda value: count(round(value, 1 if value < 100 else 0))))
@@ -120,7 +122,7 @@ def _totals(columns: list[dict[Any, float]]) -> dict[Any, float]:
 
 def _bars(head: str, runs: list[RunView], rows: list[tuple[str, list[float]]]) -> str:
     most = max(max(values) for _, values in rows)
-    names = [tag("th", run_name(index, name), scope="col") for index, name in enumerate(labels(runs))]
+    names = [run_head(index, name, "col") for index, name in enumerate(labels(runs))]
     body = []
     for name, values in rows:
         cells = [

@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
+
+from paceline.errors import ConfigError
 
 CACHE_LINE_BYTES = 64
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -79,7 +82,7 @@ class Layout(Struct, frozen=True, array_like=True):
         line = CACHE_LINE_BYTES // self.itemsize
         lines = math.ceil(self.numel / line)
         cuts = [min(self.numel, lines * shard // shards * line) for shard in range(shards + 1)]
-        return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        return [slice(start, stop) for start, stop in pairwise(cuts)]
 
     def slice_bytes(self, shards: int) -> tuple[int, ...]:
         return tuple((part.stop - part.start) * self.itemsize for part in self.slices(shards))
@@ -100,7 +103,7 @@ def layout_of(named: Iterable[tuple[str, Tensor, int]]) -> Layout:
     triples = list(named)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor, _ in triples}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
-        raise TypeError(f"parameters must all be float32 or all float64, got {', '.join(sorted(dtypes)) or 'none'}")
+        raise ConfigError(f"parameters must all be float32 or all float64, got {', '.join(sorted(dtypes)) or 'none'}")
     entries = tuple(Entry(name, tuple(tensor.shape), group) for name, tensor, group in triples)
     return Layout(entries, dtypes.pop())
 

@@ -8,7 +8,7 @@ slice may begin and end anywhere within a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,7 @@ class OptimizerSpec(Struct, frozen=True):
     def build(self, tensors: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over `tensors`, one sequence for each group."""
         groups = [{"params": list(group), **hyper} for group, hyper in zip(tensors, self.groups, strict=True)]
-        try:
-            return ELEMENTWISE[self.name](groups)  # type: ignore[call-arg]
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"optimizer {self.name}: {error}") from None
+        return ELEMENTWISE[self.name](groups)  # type: ignore[call-arg]
 
 
 def describe(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
@@ -75,7 +72,13 @@ def parse(text: str) -> OptimizerSpec:
     if name not in ELEMENTWISE:
         raise ConfigError(f"unknown optimizer {name!r} (known: {', '.join(ELEMENTWISE)})")
     hyper = {key: _read(value, f"{name}:{key}") for key, value in arguments.items()}
-    return describe(OptimizerSpec(name, (hyper,)).build([[torch.zeros(1)]]))
+    try:
+        # As defaults, not as a group: torch checks only those.
+        make: Callable[..., torch.optim.Optimizer] = ELEMENTWISE[name]
+        return describe(make([torch.zeros(1)], **hyper))
+    except (ValueError, TypeError) as error:
+        reason = str(error).removeprefix(f"{ELEMENTWISE[name].__name__}.__init__() ")
+        raise ConfigError(f"optimizer {text!r}: {reason}") from None
 
 
 def _read(text: str, label: str) -> Value:
@@ -108,9 +111,7 @@ class SliceOptimizer:
             for group, hyper in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(hyper)
 
-    def apply(
-        self, gradients: Sequence[Tensor], weight: float, absent: Sequence[frozenset[int]] | None = None
-    ) -> None:
+    def apply(self, gradients: Sequence[Tensor], weight: float, absent: Sequence[frozenset[int]] | None = None) -> None:
         """One step on the mean of `gradients` (slices) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any

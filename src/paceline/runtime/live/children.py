@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -34,10 +35,8 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Through the sentinel, so that it can never hit another process with the same number."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.sentinel, number)
-        except ProcessLookupError:
-            pass
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -156,8 +156,6 @@ class Driver:
 
     def hear(self, message: wire.ToDriver) -> None:
         match message:
-            case wire.Hello():
-                pass
             case wire.Describe():
                 self.described[message.rank, message.incarnation] = message
                 if self.begun:
@@ -282,8 +280,7 @@ class Driver:
         """All workers are gone: collect the parameters."""
         if self.lead is None or self.lead.layout is None or not self.begun:
             raise RunFailed(
-                "; ".join(self.failures)
-                or "the script ended without making a paceline.Optimizer: nothing was trained"
+                "; ".join(self.failures) or "the script ended without making a paceline.Optimizer: nothing was trained"
             )
         memory.create(self.folder.path / "final", self.lead.layout)
         self.asked_to_finish = True
@@ -371,4 +368,3 @@ def _how(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"failed with exit code {code}" if code else "ended"
-

@@ -1,11 +1,11 @@
 """What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
 
-    worker -> driver     Hello, Describe (the model, from worker 0), Log, Leave
-    driver -> worker     Begin, Refuse, Stop
-    driver -> server     Configure, NewView, Finish
-    server -> driver     Ready, Rejected, Finished
-    worker -> server     Exchange: push and pull of one iteration in one message
-    server -> worker     the core's Parameters
+worker -> driver     Describe (the model, from worker 0), Log, Leave
+driver -> worker     Begin, Refuse, Stop
+driver -> server     Configure, NewView, Finish
+server -> driver     Ready, Rejected, Finished
+worker -> server     Exchange: push and pull of one iteration in one message
+server -> worker     the core's Parameters
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ class LiveConfig(Struct, frozen=True):
     faults: tuple[Fault, ...]
     output: str
     """Where traces go."""
-
-
-class Hello(Struct, frozen=True, tag=True):
-    rank: int
-    incarnation: int
 
 
 class Describe(Struct, frozen=True, tag=True):
@@ -121,7 +116,7 @@ class Exchange(Struct, frozen=True, tag=True):
     """Tensors that have no gradient in this push."""
 
 
-ToDriver = Hello | Describe | Log | Leave | Ready | Rejected | Finished
+ToDriver = Describe | Log | Leave | Ready | Rejected | Finished
 ToWorker = Begin | Refuse | Stop
 ToServer = Configure | NewView | Finish
 

@@ -60,7 +60,6 @@ class LiveWorker:
         if self.config.cluster is not None:
             scenario = replace(cluster.load(self.config.cluster), faults=self.config.faults)
             self.duration = scenario.durations(rank, self.config.members.workers, self.config.seed)
-        self.driver.send(wire.encode(wire.Hello(rank, incarnation)))
         self.layout: Layout
         self.machine: Worker
         self.seat: Seat

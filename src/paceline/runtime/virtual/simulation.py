@@ -65,9 +65,7 @@ class Simulation:
         self.gradients = Gradients(plan.workload, self.layout, self.shards)
         batch = plan.batch or plan.workload.batch
         self.dealer = Dealer(len(plan.workload.train[0]), plan.members.workers, batch, plan.seed)
-        self.trace = Trace(
-            Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), []
-        )
+        self.trace = Trace(Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), [])
         self.history: list[Point] = []
         self.evaluated_at = 0
         self.reached_s: float | None = None

@@ -1,0 +1,94 @@
+"""The `paceline` program: picks the command, reads its options, turns errors into one line and an exit code.
+
+0: done. 1: a run failed. 2: something the user wrote cannot be. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from itertools import pairwise
+from typing import Any
+
+import tyro
+
+from paceline.commands.catalogue import Doctor, Policies
+from paceline.commands.compare import Compare, Simulate
+from paceline.commands.run import Run
+from paceline.errors import ConfigError, PacelineError
+
+COMMANDS: dict[str, Any] = {
+    "compare": Compare,
+    "simulate": Simulate,
+    "run": Run,
+    "policies": Policies,
+    "doctor": Doctor,
+}
+DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for whom is a policy."
+
+
+def main(arguments: list[str] | None = None) -> None:
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; its exit code."""
+    try:
+        own, script = split_script(arguments)
+        command = read(own or ["--help"])
+        if isinstance(command, Run):
+            return command.main(script)
+        return int(command.main())
+    except ConfigError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What is paceline's, and what is the script's: from the first *.py (or what follows `--`) on."""
+    if not arguments or arguments[0] != "run":
+        return arguments, []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return arguments[:index], arguments[index + 1 :]
+        if argument.endswith(".py"):
+            return arguments[:index], arguments[index:]
+    return arguments, []
+
+
+def read(arguments: list[str]) -> Any:
+    """The command the arguments describe. tyro's boxed messages become one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.subcommand_cli_from_dict(
+                COMMANDS, prog="paceline", description=DESCRIPTION, args=arguments
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_one_line(said.getvalue(), arguments)) from None
+
+
+def _one_line(boxed: str, arguments: list[str]) -> str:
+    lines = [line.strip("│╭╮╰╯─ ").strip() for line in boxed.splitlines()]
+    body = [line for line in lines[1:] if line]
+    message = body[0] if body else "the arguments cannot be read"
+    hint = next((after for line, after in pairwise(body) if line.startswith("Perhaps")), None)
+    if hint is not None:
+        message += f", perhaps you meant {hint}"
+    command = arguments[0] if arguments[0] in COMMANDS else None
+    return f"{message} (see paceline {command + ' ' if command else ''}--help)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""`paceline policies` and `paceline doctor`: what there is, and what is here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import typing
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from paceline import __version__
+from paceline.commands.screen import console
+from paceline.core.spec import describe_range, text_fields
+from paceline.policies import CATALOGUE
+from paceline.runtime.live import memory
+from paceline.workloads import CATALOGUE as WORKLOADS
+
+
+@dataclass(kw_only=True)
+class Policies:
+    """The catalogue of policies: what each does, its parameters with their ranges, its paper."""
+
+    def main(self) -> int:
+        for name, policy in CATALOGUE.items():
+            console.print(f"[bold]{name}[/bold]  {policy.__doc__}", soft_wrap=True)
+            types = typing.get_type_hints(policy)
+            for field in text_fields(policy):
+                kind = getattr(types[field.name], "__name__", str(types[field.name]))
+                console.print(
+                    f"    {field.name}={field.default}  {kind}, {describe_range(field)}: {field.metadata['doc']}",
+                    soft_wrap=True,
+                )
+            console.print(f"    [dim]{policy.paper}[/dim]", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True)
+class Doctor:
+    """Versions, and what is available on this machine."""
+
+    def main(self) -> int:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for row in self.rows():
+            table.add_row(*row)
+        console.print(table)
+        return 0
+
+    def rows(self) -> list[tuple[str, str]]:
+        shared = shutil.disk_usage(memory.base_folder())
+        rows = [("paceline", __version__), ("python", platform.python_version()), ("system", platform.platform())]
+        for package in ("torch", "numpy", "pyzmq", "msgspec", "safetensors", "tyro", "rich"):
+            rows.append((package, importlib.metadata.version(package)))
+        digits = importlib.util.find_spec("sklearn") is not None
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        rows += [
+            ("cores", str(os.cpu_count())),
+            ("gpus", str(gpus) if gpus else "none (everything works on the CPU)"),
+            ("shared memory", f"{memory.base_folder()}, {shared.free / 1e9:.1f} of {shared.total / 1e9:.1f} GB free"),
+            ("virtual runs", "yes"),
+            ("live runs", "yes" if hasattr(os, "pidfd_open") else "no: they need Linux 5.3 or newer (pidfd)"),
+            ("digits data", "yes" if digits else "no: pip install 'paceline[data]'"),
+            ("workloads", ", ".join(WORKLOADS)),
+            ("left by killed runs", ", ".join(map(str, memory.remove_stale())) or "nothing"),
+        ]
+        return rows

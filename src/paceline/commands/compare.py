@@ -1,0 +1,69 @@
+"""`paceline compare` and `paceline simulate`: policies on a bundled workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from paceline import policies
+from paceline.api import Job, simulate_job, train_job_live
+from paceline.commands.options import Training
+from paceline.commands.screen import Watching, console, show_table, tell_result
+from paceline.errors import ConfigError
+from paceline.run import Run
+
+
+@dataclass(kw_only=True)
+class Compare(Training):
+    """Compare policies on one workload under one scenario, in virtual time or live.
+
+    paceline compare bsp ssp:staleness=3 backup:extra=1 asp --cluster random-slowdown:factor=6 --target accuracy=0.95
+    """
+
+    policies: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Policies as text: bsp, asp, ssp:staleness=3, backup:extra=1 (`paceline policies` lists them)."""
+    live: bool = False
+    """Run in real processes on this machine, with the scenario's slowdowns as sleeps, instead of virtual time."""
+
+    def main(self) -> int:
+        self.check()
+        if not self.policies:
+            raise ConfigError(f"name at least one policy to compare (known: {', '.join(policies.CATALOGUE)})")
+        jobs = [Job(policy=policy, **self.arguments()) for policy in self.policies]
+        train = train_job_live if self.live else simulate_job
+        runs = [_do(job, train) for job in jobs]
+        where = "live, in real processes" if self.live else "in virtual time"
+        show_table(runs, f"{jobs[0].workload.name}, {self.workers} workers, {self.servers} servers, {where}")
+        for path in self.save(runs, jobs[0].config()):
+            console.print(f"wrote {path}", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True)
+class Simulate(Training):
+    """Train with one policy in virtual time.
+
+    paceline simulate --policy ssp:staleness=3 --cluster one-slow:factor=4 --workers 8 --iterations 200
+    """
+
+    policy: str = "bsp"
+    """The policy as text (`paceline policies` lists them)."""
+
+    def main(self) -> int:
+        self.check()
+        job = Job(policy=self.policy, **self.arguments())
+        run = _do(job, simulate_job)
+        show_table([run], f"{job.workload.name}, {self.workers} workers, {self.servers} servers, in virtual time")
+        for path in self.save([run], job.config()):
+            console.print(f"wrote {path}", soft_wrap=True)
+        return 0
+
+
+def _do(job: Job, train: Callable[..., Run]) -> Run:
+    with Watching(str(job.policy), job.target) as watch:
+        run = train(job, watch=watch)
+    tell_result(run)
+    return run

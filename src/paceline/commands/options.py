@@ -1,0 +1,97 @@
+"""Options that several commands share, and where their results go."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.report.chrome import chrome_trace
+from paceline.report.html import write
+from paceline.run import Run
+
+
+@dataclass(kw_only=True)
+class Outputs:
+    """Where results are written. Files appear whole or not at all."""
+
+    json: str | None = None
+    """Write the results as JSON to this file."""
+    report: str | None = None
+    """Write an HTML report to this file: curves, worker lanes, who waited for whom."""
+    chrome: str | None = None
+    """Write a timeline to this file; it opens in Perfetto and chrome://tracing."""
+
+    def check(self) -> None:
+        """Refuse files that cannot be written, before anything runs."""
+        for option, name in (("--json", self.json), ("--report", self.report), ("--chrome", self.chrome)):
+            if name is None:
+                continue
+            folder = Path(name).parent
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise ConfigError(f"{option} {name}: the folder {str(folder)!r} does not exist or cannot be written")
+            if Path(name).is_dir():
+                raise ConfigError(f"{option} {name} is a folder: name a file")
+
+    def save(self, runs: list[Run], config: dict[str, Any]) -> list[Path]:
+        """Write what was asked for; the files written."""
+        written = []
+        if self.json is not None:
+            text = json.dumps({"runs": [run.summary() for run in runs], "config": config}, indent=2)
+            written.append(write_whole(Path(self.json), text.encode() + b"\n"))
+        if self.report is not None:
+            write(Path(self.report), [run.view() for run in runs], config)
+            written.append(Path(self.report))
+        if self.chrome is not None:
+            timelines = chrome_trace([(run.policy, run.trace) for run in runs])
+            written.append(write_whole(Path(self.chrome), timelines))
+        return written
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write beside the file, then rename: a reader never sees half of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
+    return path
+
+
+@dataclass(kw_only=True)
+class Training(Outputs):
+    """A bundled workload on a cluster."""
+
+    workload: str = "digits-mlp"
+    """What to train: digits-mlp or quadratic."""
+    cluster: str = "steady"
+    """Who is slow, and when: steady, one-slow:factor=4, random-slowdown:factor=6, factors:by_worker=1:1:4,
+    lognormal:sigma=0.5, pareto:shape=2, each with compute_s, latency_s, bandwidth; or a scenario.toml."""
+    workers: int = 8
+    """How many workers compute gradients."""
+    servers: int = 1
+    """How many servers the parameters are sliced over."""
+    target: str | None = None
+    """Stop when this is reached: accuracy=0.95 or loss=0.1. Missing it is a result, not an error."""
+    iterations: int | None = None
+    """Iterations of each worker at most (200; 2000 with a target)."""
+    optimizer: str | None = None
+    """The optimizer on the servers, as sgd:lr=0.1,momentum=0.9 or adam:lr=0.001; the workload's own if none."""
+    batch: int | None = None
+    """Samples per worker and iteration; the workload's own if none."""
+    seed: int = 0
+    """Equal seeds give equal runs, to the byte."""
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "cluster": self.cluster,
+            "workers": self.workers,
+            "servers": self.servers,
+            "target": self.target,
+            "iterations": self.iterations,
+            "optimizer": self.optimizer,
+            "batch": self.batch,
+            "seed": self.seed,
+        }

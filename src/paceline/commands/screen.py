@@ -1,0 +1,102 @@
+"""What a person sees in a terminal: progress while it runs, a table at the end. Plain lines without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from paceline.run import Point, Run, Target
+
+console = Console(highlight=False)
+
+
+class Watching:
+    """Shows how a run comes along: `with Watching("bsp", target) as watch: simulate(..., watch=watch)`."""
+
+    def __init__(self, label: str, target: Target | None) -> None:
+        self.label = label
+        self.target = target
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Callable[[Point], None]:
+        self.progress.start()
+        self.task = self.progress.add_task(self.label, total=1.0 if self.target else None, note="starting")
+        return self.watch
+
+    def watch(self, point: Point) -> None:
+        parts = [f"{point.time_s:.1f} s", f"{point.updates} updates"]
+        if point.loss is not None:
+            parts.append(f"loss {point.loss:.3f}")
+        if point.accuracy is not None:
+            parts.append(f"accuracy {point.accuracy:.3f}")
+        done = _share(point, self.target) if self.target is not None else None
+        self.progress.update(self.task, completed=done, note="  ".join(parts))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+
+def _share(point: Point, target: Target) -> float:
+    if target.metric == "accuracy":
+        return min(1.0, (point.accuracy or 0.0) / target.value) if target.value else 1.0
+    return 1.0 if target.reached(point) else 0.0
+
+
+def tell_result(run: Run) -> None:
+    """One line a run, as soon as it is done."""
+    last = run.history[-1] if run.history else None
+    if run.target is None:
+        what = f"{run.metrics.iterations} iterations in {run.time_s:.2f} s"
+    elif run.time_to_target_s is None:
+        what = f"missed {run.target} in {run.time_s:.2f} s"
+    else:
+        what = f"reached {run.target} after {run.time_to_target_s:.2f} s"
+    if last is not None and last.accuracy is not None:
+        what += f", accuracy {last.accuracy:.3f}"
+    elif last is not None and last.loss is not None:
+        what += f", loss {last.loss:.4g}"
+    console.print(f"{run.policy}: {what}", soft_wrap=True)
+
+
+def show_table(runs: list[Run], title: str) -> None:
+    """The comparison. Speed-up is over bsp where it is among them, else over the first."""
+    base = next((run for run in runs if run.policy == "bsp"), runs[0])
+    by_target = runs[0].target is not None
+    # Narrow enough for 80 columns.
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0))
+    headings = ["time\nwaiting", "staleness\nmean / max", "dropped\ngradients", "final\naccuracy"]
+    if len(runs) > 1:
+        headings.insert(0, f"speed-up\nover {base.policy}")
+    headings.insert(0, f"time to\n{runs[0].target}" if by_target else "time")
+    table.add_column("policy", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        metrics, last = run.metrics, run.history[-1] if run.history else None
+        accuracy = last.accuracy if last is not None else None
+        time_s, base_s = (run.time_to_target_s, base.time_to_target_s) if by_target else (run.time_s, base.time_s)
+        cells = [
+            f"{100 * metrics.wait_share:.0f} %",
+            f"{metrics.staleness['mean']:.1f} / {metrics.staleness['max']:.0f}",
+            str(metrics.dropped),
+            f"{accuracy:.3f}" if accuracy is not None else "-",
+        ]
+        if len(runs) > 1:
+            cells.insert(0, f"{base_s / time_s:.2f}x" if time_s and base_s else "-")
+        table.add_row(run.policy, f"{time_s:.2f} s" if time_s is not None else "missed", *cells)
+    console.print(table)

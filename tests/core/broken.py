@@ -1,0 +1,385 @@
+"""Machines and policies that break one rule each, on purpose: what `paceline.testing` must catch.
+
+The first group breaks, in turn, the rules of algorithms.md, section 1, "Shards disagree". Most of these
+classes also turn off the machine's own `check()`, so that it is the harness, from outside, that must notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.actions import Answer, Apply, Compute, Drop
+from paceline.core.events import ParametersArrived, PullArrived, ViewChanged
+from paceline.core.messages import Handle, Members, Pull, View
+from paceline.core.policy import CentralPolicy
+from paceline.core.progress import Progress
+from paceline.core.shard import Shard
+from paceline.core.worker import NOT_STARTED, Worker
+from paceline.policies import BSP, SSP
+
+
+class UncheckedShard(Shard):
+    def check(self) -> None:
+        """Look away."""
+
+
+class UncheckedWorker(Worker):
+    def check(self) -> None:
+        """Look away."""
+
+
+# Rules of "Shards disagree".
+
+
+class TakesTheSmallest(UncheckedWorker):
+    """A worker's iteration is the smallest any shard answered."""
+
+    def agree(self, answered: list[int]) -> int:
+        return min(answered)
+
+
+class TakesTheFirst(UncheckedWorker):
+    """A worker's iteration is what shard 0 answered."""
+
+    def agree(self, answered: list[int]) -> int:
+        return answered[0]
+
+
+class NeverPullsAgain(UncheckedWorker):
+    """The largest answer, but no second pull from the shards that answered less."""
+
+    def settle(self) -> None:
+        if self.incarnation != NOT_STARTED and not self.computing and not self.waiting:
+            self.iteration = self.agree(self.answered)
+            self.computing = True
+            self.actions.append(Compute(self.iteration, 0))
+
+
+class NoPromiseOnPush(UncheckedShard):
+    """A push moves the worker on by one, whatever its iteration."""
+
+    def note_push(self, worker: int, iteration: int) -> None:
+        self.progress.advance(worker, self.progress.next[worker] + 1)
+
+
+class NoPromiseOnPull(UncheckedShard):
+    """A pull says nothing about what the worker will push."""
+
+    def note_promise(self, pull: Pull) -> None:
+        """Ignore it."""
+
+
+class NoPromiseOnAnswer(UncheckedShard):
+    """Telling a worker which iteration to compute says nothing about what it will push."""
+
+    def answer(self, pull: Pull, reason: str, released_by: int) -> None:
+        advance = self.progress.advance
+        self.progress.advance = lambda worker, to: None  # type: ignore[method-assign]
+        super().answer(pull, reason, released_by)
+        self.progress.advance = advance  # type: ignore[method-assign]
+
+
+class NoPromiseOnPushNorAnswer(NoPromiseOnPush, NoPromiseOnAnswer):
+    """Only pulls promise."""
+
+
+class NoPromiseAtAll(NoPromiseOnPush, NoPromiseOnPull, NoPromiseOnAnswer):
+    """next = next + 1 at each push, and nothing else."""
+
+
+class OnlyPushesCount(Progress):
+    """Skipped iterations raise `next` but do not count as passed."""
+
+    pushing = False
+
+    def advance(self, worker: int, to: int) -> None:
+        before = dict(self.passed)
+        at = self.next[worker]
+        super().advance(worker, to)
+        if to > at:
+            self.passed = before
+            if self.pushing and to > self.V:
+                self.passed[to - 1] = before.get(to - 1, 0) + 1
+
+    def leave(self, worker: int) -> None:
+        self.passed = {i: self.passed.get(i, 0) for i in range(self.V, max(self.next.values()) + 1)}
+        super().leave(worker)
+
+
+class SkippedDoNotCount(UncheckedShard):
+    def __init__(self, policy: CentralPolicy, rank: int, members: Members) -> None:
+        super().__init__(policy, rank, members)
+        self.progress: OnlyPushesCount = OnlyPushesCount()
+
+    def note_push(self, worker: int, iteration: int) -> None:
+        self.progress.pushing = True
+        super().note_push(worker, iteration)
+        self.progress.pushing = False
+
+
+class ViewsInOrderOfArrival(UncheckedShard):
+    """The last view to arrive counts, whatever its number."""
+
+    def is_newer(self, view: View) -> bool:
+        return True
+
+
+class NoEarlyPulls(UncheckedShard):
+    """A pull from somebody no view has named yet is thrown away."""
+
+    def on_pull_arrived(self, event: PullArrived) -> None:
+        if self.incarnations.get(event.pull.worker) == event.pull.incarnation:
+            self.take_pull(event.pull)
+
+
+class LastEarlyPullWins(UncheckedShard):
+    """Of two pulls of unnamed lives of one rank the later is kept, though it may be a ghost's."""
+
+    def on_pull_arrived(self, event: PullArrived) -> None:
+        known = self.incarnations.get(event.pull.worker)
+        if known is None or event.pull.incarnation > known:
+            self.early[event.pull.worker] = event.pull
+        else:
+            super().on_pull_arrived(event)
+
+
+class KeepsTheDead(Progress):
+    """What a lost worker had pushed still counts as passed: counting pushes against the members left."""
+
+    def leave(self, worker: int) -> None:
+        self._lift(worker, self.next.pop(worker))
+
+
+class LostStayCounted(UncheckedShard):
+    def __init__(self, policy: CentralPolicy, rank: int, members: Members) -> None:
+        super().__init__(policy, rank, members)
+        self.progress = KeepsTheDead()
+
+
+class LostStayCountedChecked(Shard):
+    """The same, with the machine's own `check()` on."""
+
+    def __init__(self, policy: CentralPolicy, rank: int, members: Members) -> None:
+        super().__init__(policy, rank, members)
+        self.progress = KeepsTheDead()
+
+
+class LostAreWaitedFor(UncheckedShard):
+    """Whoever was a member once has to push for ever."""
+
+    def on_view_changed(self, event: ViewChanged) -> None:
+        members = dict(self.view.members) | dict(event.view.members)
+        whole = View(event.view.number, tuple(sorted(members.items())))
+        super().on_view_changed(ViewChanged(event.at, whole))
+
+
+class CountsAgainstN(UncheckedShard):
+    """FluentPS to the letter: iteration V is finished when Count[V] == N, N as configured."""
+
+    def settle(self) -> None:
+        progress = self.progress
+        while progress.next and progress.passed_V() >= self.workers:
+            if handles := self.held.pop(progress.V, None):
+                self.apply(tuple(handles), 1.0)
+            progress.rise()
+            for pull in self.parked.pop(progress.V, ()):
+                if self.incarnations.get(pull.worker) == pull.incarnation:
+                    self.answer(pull, "Count[V] == N", self.mover)
+
+
+# Gradients used twice, never, or by mistake.
+
+
+class AppliesDuplicates(UncheckedShard):
+    """A push that comes again is used again."""
+
+    def counts(self, handle: Handle) -> bool:
+        if self.incarnations.get(handle.source) == handle.incarnation and handle.iteration >= self.progress.V:
+            self.note_push(handle.source, handle.iteration)
+            return True
+        return super().counts(handle)
+
+
+class DropsDuplicatesOfTheDead(UncheckedShard):
+    """A push of a life that is over is dropped each time it comes, though it may be held or applied."""
+
+    def counts(self, handle: Handle) -> bool:
+        if self.incarnations.get(handle.source) != handle.incarnation:
+            self.actions.append(Drop(handle, "a ghost"))
+            return False
+        return super().counts(handle)
+
+
+class AppliesGhosts(UncheckedShard):
+    """A push of a worker that has left is applied."""
+
+    def counts(self, handle: Handle) -> bool:
+        known = self.incarnations.get(handle.source)
+        return super().counts(handle) if known == handle.incarnation else bool(self.incarnations)
+
+
+class AppliesRejected(UncheckedShard):
+    """A slice that is not finite is applied."""
+
+    def on_push_rejected(self, event: Any) -> None:
+        self.on_push_arrived(event)
+
+
+class AppliesLate(UncheckedShard):
+    """A gradient of a finished iteration is applied by itself instead of being dropped."""
+
+    def drop(self, handle: Handle, reason: str) -> None:
+        self.apply((handle,), 1.0)
+
+
+class LosesGradients(UncheckedShard):
+    """Of an iteration's gradients the first is forgotten."""
+
+    def apply(self, handles: tuple[Handle, ...], weight: float) -> None:
+        super().apply(handles[1:] or handles, weight)
+
+
+class MixesIterations(UncheckedShard):
+    """A step is taken every second iteration, on the gradients of both."""
+
+    kept: tuple[Handle, ...] = ()
+
+    def apply(self, handles: tuple[Handle, ...], weight: float) -> None:
+        if self.kept:
+            super().apply(self.kept + handles, weight)
+            self.kept = ()
+        else:
+            self.kept = handles
+
+
+class DropsTheThird(UncheckedShard):
+    """Every third good gradient is dropped without a reason."""
+
+    seen = 0
+
+    def counts(self, handle: Handle) -> bool:
+        good = super().counts(handle)
+        self.seen += good
+        if good and self.seen % 3 == 0:
+            self.drop(handle, "bad luck")
+            return False
+        return good
+
+
+# Answers.
+
+
+class AnswersTheDead(UncheckedShard):
+    """Parked pulls are answered to lives that are over."""
+
+    def settle(self) -> None:
+        for pulls in self.parked.values():
+            for pull in list(pulls):
+                if self.incarnations.get(pull.worker) != pull.incarnation:
+                    pulls.remove(pull)
+                    self.answer_the_dead(pull)
+        super().settle()
+
+    def answer_the_dead(self, pull: Pull) -> None:
+        self.progress.next.setdefault(pull.worker, 0)
+        self.progress.standing.setdefault(0, {})[pull.worker] = None
+        self.answer(pull, "", -1)
+
+
+class ForgetsWhatItDropped(UncheckedShard):
+    """The worker is not told that its push was dropped."""
+
+    def drop(self, handle: Handle, reason: str) -> None:
+        self.actions.append(Drop(handle, reason))
+
+
+class LiesAboutVersions(UncheckedShard):
+    """Answers name the version before the last step."""
+
+    def answer(self, pull: Pull, reason: str, released_by: int) -> None:
+        self.version -= 1
+        super().answer(pull, reason, released_by)
+        self.version += 1
+
+
+class AnswersTwice(UncheckedShard):
+    """Each answer is sent twice."""
+
+    def answer(self, pull: Pull, reason: str, released_by: int) -> None:
+        super().answer(pull, reason, released_by)
+        self.actions.append(self.actions[-1])
+
+
+class JumpsVersions(UncheckedShard):
+    """Versions are counted in twos."""
+
+    def apply(self, handles: tuple[Handle, ...], weight: float) -> None:
+        self.version += 2
+        self.actions.append(Apply(handles, weight, self.version))
+
+
+class ParksInSilence(UncheckedShard):
+    """A pull is parked without a word to anybody."""
+
+    def park(self, pull: Pull, i: int, V: int) -> None:
+        self.parked.setdefault(self.policy.freed_at(i, V), []).append(pull)
+
+
+class OverlooksAnAnswer(UncheckedWorker):
+    """The fifth answer is not heard."""
+
+    heard = 0
+
+    def on_parameters_arrived(self, event: ParametersArrived) -> None:
+        self.heard += 1
+        if self.heard != 5:
+            super().on_parameters_arrived(event)
+
+
+class ComputesAgain(UncheckedWorker):
+    """Each iteration is computed twice."""
+
+    def settle(self) -> None:
+        super().settle()
+        if self.actions and isinstance(self.actions[-1], Compute):
+            self.actions.append(self.actions[-1])
+
+
+class Scribbles(Shard):
+    """Counts a worker as passed that has not: its own `check()` sees it."""
+
+    def answer(self, pull: Pull, reason: str, released_by: int) -> None:
+        super().answer(pull, reason, released_by)
+        assert isinstance(self.actions[-1], Answer)
+        self.progress.passed[self.progress.V] = self.progress.passed_V() + 1
+
+
+# Policies with a wrong condition.
+
+
+@dataclass(frozen=True)
+class SSPOffByOne(SSP):
+    """i <= V + s, as Figure 3 of 001 is drawn, instead of i < V + s."""
+
+    def may_pull(self, i: int, V: int) -> bool:
+        return i <= V + self.staleness
+
+    def freed_at(self, i: int, V: int) -> int:
+        return i - self.staleness
+
+
+@dataclass(frozen=True)
+class SSPNeverFreed(SSP):
+    """A parked pull waits for a V that is two too far."""
+
+    def freed_at(self, i: int, V: int) -> int:
+        return i + 3
+
+
+@dataclass(frozen=True)
+class BSPWithoutTheLast(BSP):
+    """An iteration is finished when all but one have pushed it."""
+
+    def finishes(self, passed: int, alive: int, workers: int) -> bool:
+        return passed >= max(1, alive - 1)

@@ -1,0 +1,266 @@
+"""Random runs of every policy under the judge of `paceline.testing`, and proof that the judge bites."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.core.actions import Answer, Drop, Park, Send
+from paceline.core.events import PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.machine import Machine
+from paceline.core.messages import Members, Pull, Role
+from paceline.core.policy import CentralPolicy
+from paceline.core.shard import Shard
+from paceline.core.trace import replay
+from paceline.core.worker import Worker
+from paceline.policies import ASP, BSP, SSP, Backup
+from paceline.testing import MachineFactory, PolicyBroken, Story, play
+
+from . import broken
+
+POLICIES: list[CentralPolicy] = [
+    BSP(),
+    ASP(),
+    *(SSP(staleness=s) for s in range(5)),
+    *(Backup(extra=b) for b in range(3)),
+]
+
+
+def play_one(policy: CentralPolicy, seed: int, servers: int = 3, faults: bool = True) -> Story:
+    """Sizes vary with the seed: 3 to 5 workers, 6 to 12 iterations."""
+    workers, iterations = 3 + seed % 3, 6 + 2 * (seed % 4)
+    return play(policy, workers=workers, servers=servers, iterations=iterations, seed=seed, faults=faults)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+class TestEveryPolicy:
+    def test_keeps_its_rules_on_three_shards_under_faults(self, policy: CentralPolicy) -> None:
+        for seed in range(80):
+            play_one(policy, seed)
+
+    @pytest.mark.parametrize("servers", [1, 2, 4])
+    def test_keeps_its_rules_on_other_numbers_of_shards(self, policy: CentralPolicy, servers: int) -> None:
+        for seed in range(1000, 1010):
+            play_one(policy, seed, servers)
+
+    def test_keeps_its_rules_with_two_workers(self, policy: CentralPolicy) -> None:
+        """The smallest run in which anybody waits. (Backup needs more workers than backups.)"""
+        for seed in range(2000, 2010):
+            play(policy, workers=max(2, getattr(policy, "extra", 0) + 1), iterations=10, seed=seed)
+
+    def test_without_faults_every_worker_does_every_iteration(self, policy: CentralPolicy) -> None:
+        for seed in range(3000, 3005):
+            story = play_one(policy, seed, faults=False)
+            workers = story.trace.header.members.workers
+            iterations = 6 + 2 * (seed % 4)
+            if not isinstance(policy, Backup):
+                assert story.counts["Compute"] == workers * (iterations + 1)
+                assert story.counts["Drop"] == 0
+            assert story.counts["kills"] == 0
+
+    def test_equal_seeds_give_equal_runs(self, policy: CentralPolicy) -> None:
+        assert play_one(policy, 7).trace.to_bytes() == play_one(policy, 7).trace.to_bytes()
+        assert play_one(policy, 7).trace.to_bytes() != play_one(policy, 10).trace.to_bytes()
+
+    def test_a_run_can_be_played_again_from_its_trace(self, policy: CentralPolicy) -> None:
+        for seed in range(4000, 4003):
+            trace = play_one(policy, seed).trace
+            remade = replay(trace, lambda node, header: policy.machine(*node, header.members, header.seed))
+            assert remade == []
+
+
+def test_the_runs_contain_what_they_should() -> None:
+    """A harness that stopped killing would pass every test: count what happened in a few hundred runs."""
+    seen: Counter[str] = Counter()
+    for policy in (BSP(), SSP(staleness=2), Backup(extra=1)):
+        for seed in range(60):
+            count_troubles(play_one(policy, seed), seen)
+    for what, least in {
+        "killed": 250,
+        "joined": 150,
+        "view overtaken by a newer one": 400,
+        "pull before the view that names its worker": 100,
+        "second pull of one iteration, from the shards behind": 100,
+        "worker told to skip ahead": 100,
+        "ghost dropped": 40,
+        "late gradient dropped": 300,
+        "slice rejected": 500,
+        "push that came twice": 500,
+        "parked": 5000,
+        "released by a view": 20,
+    }.items():
+        assert seen[what] >= least, f"{what}: {seen[what]} times, expected at least {least}"
+
+
+def count_troubles(story: Story, seen: Counter[str]) -> None:
+    seen["killed"] += story.counts["kills"]
+    seen["joined"] += story.counts["joins"] - story.trace.header.members.workers
+    newest: Counter[object] = Counter()
+    pushed: Counter[object] = Counter()
+    asked: dict[tuple[int, int, int], int] = {}
+    for record in story.trace:
+        event, actions = record.event, record.actions
+        seen["slice rejected"] += isinstance(event, PushRejected)
+        if isinstance(event, ViewChanged):
+            key = (record.node, record.incarnation)
+            seen["view overtaken by a newer one"] += event.view.number < newest[key]
+            newest[key] = max(newest[key], event.view.number)
+            seen["released by a view"] += any(isinstance(action, Answer) and action.reason for action in actions)
+        if isinstance(event, PushArrived | PushRejected):
+            pushed[record.node, event.push.handle] += 1
+            seen["push that came twice"] += pushed[record.node, event.push.handle] == 2
+        if isinstance(event, PullArrived):
+            asked[record.node.rank, event.pull.worker, event.pull.incarnation] = event.pull.iteration
+            answered = any(isinstance(action, Answer | Park) for action in actions)
+            seen["pull before the view that names its worker"] += not answered
+        for action in actions:
+            seen["parked"] += isinstance(action, Park)
+            if isinstance(action, Drop):
+                seen["ghost dropped"] += "left" in action.reason
+                seen["late gradient dropped"] += "late" in action.reason
+            if isinstance(action, Answer):
+                answer = action.parameters
+                wanted = asked[record.node.rank, answer.worker, answer.incarnation]
+                seen["worker told to skip ahead"] += answer.iteration > wanted > 0
+            if isinstance(action, Send) and isinstance(action.message, Pull):
+                again = len(actions) < story.trace.header.members.servers and action.message.iteration > 0
+                seen["second pull of one iteration, from the shards behind"] += again
+
+
+def with_machine(policy: CentralPolicy, substitute: type[Shard] | type[Worker]) -> MachineFactory:
+    def make(role: Role, rank: int, members: Members, seed: int) -> Machine:
+        if role == "server" and issubclass(substitute, Shard):
+            return substitute(policy, rank, members)
+        if role == "worker" and issubclass(substitute, Worker):
+            return substitute(rank, members)
+        return policy.machine(role, rank, members, seed)
+
+    return make
+
+
+def rules_broken(policy: CentralPolicy, make: MachineFactory | None = None, runs: int = 60) -> Iterator[str]:
+    """The rule that was broken, for each run that broke one in a small batch."""
+    for seed in range(runs):
+        try:
+            play(policy, workers=2 + seed % 3, iterations=8, seed=seed, machine_factory=make)
+        except PolicyBroken as error:
+            yield error.rule
+
+
+Substitute = type[Shard] | type[Worker]
+
+SHARDS_DISAGREE: list[tuple[Substitute, CentralPolicy, str]] = [
+    (broken.TakesTheSmallest, BSP(), "handles"),
+    (broken.TakesTheSmallest, SSP(staleness=1), "handles"),
+    (broken.TakesTheSmallest, Backup(extra=1), "answer"),
+    (broken.TakesTheFirst, BSP(), "handles"),
+    (broken.TakesTheFirst, ASP(), "handles"),
+    (broken.TakesTheFirst, Backup(extra=1), "answer"),
+    (broken.NeverPullsAgain, BSP(), "bound"),
+    (broken.NeverPullsAgain, SSP(staleness=1), "bound"),
+    (broken.NeverPullsAgain, Backup(extra=1), "mean"),
+    (broken.NoPromiseOnPull, BSP(), "parked"),
+    (broken.NoPromiseOnPull, SSP(staleness=1), "parked"),
+    (broken.NoPromiseOnPull, Backup(extra=1), "parked"),
+    (broken.NoPromiseOnPushNorAnswer, Backup(extra=1), "mean"),
+    (broken.NoPromiseAtAll, BSP(), "parked"),
+    (broken.NoPromiseAtAll, ASP(), "handles"),
+    (broken.NoPromiseAtAll, Backup(extra=1), "parked"),
+    (broken.SkippedDoNotCount, BSP(), "parked"),
+    (broken.SkippedDoNotCount, SSP(staleness=1), "parked"),
+    (broken.SkippedDoNotCount, Backup(extra=1), "parked"),
+    (broken.ViewsInOrderOfArrival, BSP(), "parked"),
+    (broken.ViewsInOrderOfArrival, ASP(), "late"),
+    (broken.ViewsInOrderOfArrival, SSP(staleness=1), "bound"),
+    (broken.ViewsInOrderOfArrival, Backup(extra=1), "late"),
+    (broken.NoEarlyPulls, BSP(), "parked"),
+    (broken.NoEarlyPulls, ASP(), "parked"),
+    (broken.LastEarlyPullWins, ASP(), "parked"),
+    (broken.LostStayCounted, BSP(), "mean"),
+    (broken.LostStayCounted, SSP(staleness=1), "bound"),
+    (broken.LostStayCounted, Backup(extra=0), "mean"),
+    (broken.LostStayCountedChecked, BSP(), "machine"),
+    (broken.LostAreWaitedFor, BSP(), "parked"),
+    (broken.LostAreWaitedFor, SSP(staleness=1), "parked"),
+    (broken.CountsAgainstN, BSP(), "parked"),
+    (broken.CountsAgainstN, SSP(staleness=1), "parked"),
+]
+
+OTHER_RULES: list[tuple[Substitute, CentralPolicy, str]] = [
+    (broken.AppliesDuplicates, BSP(), "handles"),
+    (broken.AppliesDuplicates, ASP(), "handles"),
+    (broken.DropsDuplicatesOfTheDead, BSP(), "handles"),
+    (broken.DropsDuplicatesOfTheDead, ASP(), "handles"),
+    (broken.AppliesGhosts, BSP(), "handles"),
+    (broken.AppliesGhosts, SSP(staleness=2), "handles"),
+    (broken.AppliesRejected, ASP(), "handles"),
+    (broken.AppliesLate, Backup(extra=1), "mean"),
+    (broken.LosesGradients, BSP(), "handles"),
+    (broken.MixesIterations, BSP(), "mean"),
+    (broken.MixesIterations, Backup(extra=1), "mean"),
+    (broken.DropsTheThird, BSP(), "late"),
+    (broken.DropsTheThird, Backup(extra=1), "late"),
+    (broken.AnswersTheDead, BSP(), "answer"),
+    (broken.ForgetsWhatItDropped, Backup(extra=1), "answer"),
+    (broken.LiesAboutVersions, SSP(staleness=1), "answer"),
+    (broken.AnswersTwice, ASP(), "answer"),
+    (broken.JumpsVersions, ASP(), "handles"),
+    (broken.ParksInSilence, BSP(), "parked"),
+    (broken.OverlooksAnAnswer, ASP(), "hang"),
+    (broken.OverlooksAnAnswer, BSP(), "hang"),
+    (broken.ComputesAgain, ASP(), "answer"),
+    (broken.Scribbles, SSP(staleness=2), "machine"),
+]
+
+WRONG_CONDITIONS: list[tuple[CentralPolicy, str]] = [
+    (broken.SSPOffByOne(staleness=0), "bound"),
+    (broken.SSPOffByOne(staleness=2), "bound"),
+    (broken.SSPNeverFreed(staleness=1), "parked"),
+    (broken.BSPWithoutTheLast(), "bound"),
+]
+
+
+def label(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize(("substitute", "policy", "rule"), SHARDS_DISAGREE + OTHER_RULES, ids=label)
+def test_a_broken_machine_is_caught(substitute: Substitute, policy: CentralPolicy, rule: str) -> None:
+    assert rule in rules_broken(policy, with_machine(policy, substitute))
+
+
+@pytest.mark.parametrize(("policy", "rule"), WRONG_CONDITIONS, ids=label)
+def test_a_policy_with_a_wrong_condition_is_caught(policy: CentralPolicy, rule: str) -> None:
+    assert rule in rules_broken(policy, runs=20)
+
+
+@pytest.mark.parametrize("substitute", [broken.NoPromiseOnPush, broken.NoPromiseOnAnswer], ids=label)
+@pytest.mark.parametrize("policy", [BSP(), SSP(staleness=1), Backup(extra=1)], ids=str)
+def test_a_promise_made_twice_may_be_missed_once(substitute: type[Shard], policy: CentralPolicy) -> None:
+    """An answer for c and the push of c promise the same: a worker computes c once all shards answered c.
+
+    So either may be left out, on links that keep their order; not both (`NoPromiseOnPushNorAnswer` above),
+    and the promise of a *pull* never (`NoPromiseOnPull`). This pins down which rule carries the weight.
+    """
+    assert list(rules_broken(policy, with_machine(policy, substitute))) == []
+
+
+def test_the_error_tells_the_story() -> None:
+    policy = broken.SSPOffByOne(staleness=1)
+    error = first_error(policy)
+    first, *steps = str(error).splitlines()
+    assert first.startswith("bound: worker ")
+    assert f"({policy}, Members(workers=3, servers=3), seed {error.story.trace.header.seed})" in first
+    assert 25 <= len(steps) <= 200
+    assert "answer worker" in steps[-1]
+
+
+def first_error(policy: CentralPolicy) -> PolicyBroken:
+    for seed in range(20):
+        try:
+            play(policy, workers=3, iterations=6, seed=seed, faults=False)
+        except PolicyBroken as error:
+            return error
+    raise AssertionError("no run failed")

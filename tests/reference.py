@@ -1,0 +1,32 @@
+"""Single-process training on the joined batch: what BSP must equal."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline import workloads
+from paceline.sampling import Dealer
+from paceline.tensors import optimizers
+
+
+def train_alone(
+    workload_name: str, workers: int, iterations: int, optimizer: str, dtype: torch.dtype, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    workload = workloads.load(workload_name)
+    module = workload.module(seed, dtype)
+    opt = optimizers.parse(optimizer).build([list(module.parameters())])
+    dealer = Dealer(len(workload.train[0]), workers, workload.batch, seed)
+    x, y = workload.train
+    x = x.to(dtype)
+    y = y.to(dtype) if y.is_floating_point() else y
+    for step in range(iterations):
+        samples = torch.from_numpy(dealer.joined(step))
+        opt.zero_grad()
+        workload.loss(module(x[samples]), y[samples]).backward()
+        opt.step()
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)

@@ -1,0 +1,66 @@
+"""BSP in virtual time is single-process training on the joined batch, whatever the delays and shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline import simulate
+from tests.reference import largest_difference, train_alone
+
+DELAYS = ["steady", "random-slowdown:factor=6", "one-slow:factor=4", "pareto:shape=1.2,latency_s=0.05,bandwidth=1e5"]
+FLOAT32 = ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9", "sgd:lr=0.1,momentum=0.9,nesterov=true,weight_decay=0.001"]
+FLOAT64 = [*FLOAT32, "adam:lr=0.002", "adamw:lr=0.002,weight_decay=0.05"]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", FLOAT32)
+def test_bsp_equals_single_process_in_float32(servers: int, optimizer: str) -> None:
+    alone = train_alone("digits-mlp", 4, 100, optimizer, torch.float32)
+    for cluster in DELAYS:
+        run = simulate(policy="bsp", workers=4, servers=servers, cluster=cluster, iterations=100, optimizer=optimizer)
+        assert largest_difference(run.parameters, alone) < 1e-5, cluster
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("optimizer", FLOAT64)
+def test_bsp_equals_single_process_in_float64(servers: int, optimizer: str) -> None:
+    alone = train_alone("digits-mlp", 4, 100, optimizer, torch.float64)
+    run = simulate(
+        policy="bsp", workers=4, servers=servers, cluster="lognormal:sigma=1", iterations=100, optimizer=optimizer,
+        dtype="float64",
+    )  # fmt: skip
+    assert largest_difference(run.parameters, alone) < 1e-9
+
+
+def test_the_delays_do_not_touch_the_result_at_all() -> None:
+    runs = [simulate(policy="bsp", workers=5, servers=2, cluster=cluster, iterations=30) for cluster in DELAYS]
+    for run in runs[1:]:
+        assert largest_difference(run.parameters, runs[0].parameters) == 0.0
+
+
+def test_ssp_with_staleness_0_is_not_bsp_but_has_its_gate() -> None:
+    """The gate is BSP's; gradients are applied on arrival with lr/N, so within an iteration order matters not at all
+    for plain SGD: everybody reads the same parameters and the N steps of lr/N add up to one of the mean."""
+    bsp = simulate(policy="bsp", workers=4, iterations=50, dtype="float64")
+    ssp = simulate(policy="ssp:staleness=0", workers=4, iterations=50, cluster="random-slowdown", dtype="float64")
+    assert largest_difference(bsp.parameters, ssp.parameters) < 1e-9
+
+
+def test_backup_with_no_extra_workers_is_bsp() -> None:
+    bsp = simulate(policy="bsp", workers=4, servers=2, iterations=30)
+    backup = simulate(policy="backup:extra=0", workers=4, servers=2, iterations=30, cluster="random-slowdown")
+    assert largest_difference(bsp.parameters, backup.parameters) == 0.0
+
+
+def test_one_step_of_sgd_on_the_quadratic_by_hand() -> None:
+    from paceline import workloads
+    from paceline.sampling import Dealer
+
+    workload = workloads.load("quadratic")
+    w0 = workload.module(0, torch.float64).weight.detach()[0]
+    samples = torch.from_numpy(Dealer(256, 2, workload.batch, 0).joined(0))
+    x, y = workload.train[0][samples].double(), workload.train[1][samples].double()[:, 0]
+    gradient = 2 * ((x @ w0 - y) @ x) / len(x)
+    run = simulate("quadratic", "bsp", workers=2, iterations=1, optimizer="sgd:lr=0.05", dtype="float64")
+    assert torch.allclose(run.parameters["weight"][0], w0 - 0.05 * gradient, atol=1e-12)

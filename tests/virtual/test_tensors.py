@@ -1,0 +1,127 @@
+"""Layouts, slices and the optimizers on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.tensors.layout import Entry, Layout, flatten, layout_of
+from paceline.tensors.optimizers import SliceOptimizer, describe, hyper_of, parse
+
+shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=8)
+
+
+@given(shapes, st.integers(1, 9), st.sampled_from(["float32", "float64"]))
+def test_slices_cover_the_vector_and_are_equal_to_within_a_cache_line(shapes, shards, dtype) -> None:
+    layout = Layout(tuple(Entry(f"p{i}", shape, 0) for i, shape in enumerate(shapes)), dtype)
+    slices = layout.slices(shards)
+    assert [part.start for part in slices] == [0, *[part.stop for part in slices[:-1]]]
+    assert slices[-1].stop == layout.numel
+    sizes = layout.slice_bytes(shards)
+    assert max(sizes) - min(sizes) <= 2 * 64
+    pieces = [piece for part in slices for piece in layout.pieces(part)]
+    assert sum(piece.length for piece in pieces) == layout.numel
+    for part in slices:
+        lengths = [(piece.offset, piece.length) for piece in layout.pieces(part)]
+        assert all(offset + length <= part.stop - part.start for offset, length in lengths)
+
+
+def test_flatten_and_views_are_inverse() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(())]
+    layout = layout_of((f"p{i}", tensor, 0) for i, tensor in enumerate(tensors))
+    flat = torch.empty(layout.numel)
+    flatten(tensors, layout.views(flat))
+    for tensor, view in zip(tensors, layout.views(flat), strict=True):
+        assert torch.equal(tensor, view)
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must all be float32 or all float64"):
+        layout_of([("a", torch.zeros(1), 0), ("b", torch.zeros(1, dtype=torch.float64), 0)])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from(
+        ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9,nesterov=true,weight_decay=0.01", "adam:lr=0.01", "adamw:lr=0.01"]
+    ),
+    st.integers(1, 4),
+    st.integers(0, 1000),
+)
+def test_stepping_slices_equals_stepping_the_model(text: str, shards: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    tensors = [torch.randn(7, 5, dtype=torch.float64), torch.randn(11, dtype=torch.float64)]
+    layout = layout_of((f"p{i}", tensor, 0) for i, tensor in enumerate(tensors))
+    flat = torch.empty(layout.numel, dtype=torch.float64)
+    flatten(tensors, layout.views(flat))
+    spec = parse(text)
+    parts = layout.slices(shards)
+    optimizers = [SliceOptimizer(layout, part, flat[part], spec) for part in parts]
+    whole = spec.build([tensors])
+    for _ in range(5):
+        gradient = torch.randn(layout.numel, dtype=torch.float64)
+        for tensor, view in zip(tensors, layout.views(gradient), strict=True):
+            tensor.grad = view.clone()
+        whole.step()
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            optimizer.apply([gradient[part]], 1.0)
+    for tensor, view in zip(tensors, layout.views(flat), strict=True):
+        assert torch.allclose(tensor, view, atol=1e-12)
+
+
+def test_weight_scales_the_step_not_the_gradient() -> None:
+    """Under Adam scaling the gradient would do nothing."""
+    layout = Layout((Entry("p", (4,), 0),), "float64")
+    steps = {}
+    for weight in (1.0, 0.25):
+        values = torch.zeros(4, dtype=torch.float64)
+        SliceOptimizer(layout, slice(0, 4), values, parse("adam:lr=0.1")).apply([torch.ones(4).double()], weight)
+        steps[weight] = values
+    assert torch.allclose(steps[0.25], steps[1.0] / 4)
+
+
+def test_an_absent_gradient_is_not_a_zero_gradient() -> None:
+    """With momentum a zero gradient still moves the parameter; a missing one does not."""
+    layout = Layout((Entry("a", (2,), 0), Entry("b", (2,), 0)), "float32")
+    values = torch.ones(4)
+    optimizer = SliceOptimizer(layout, slice(0, 4), values, parse("sgd:lr=0.1,momentum=0.9,weight_decay=0.1"))
+    gradient = torch.ones(4)
+    optimizer.apply([gradient], 1.0, [frozenset()])
+    before = values.clone()
+    optimizer.apply([gradient], 1.0, [frozenset({1})])
+    assert torch.equal(values[2:], before[2:])
+    assert not torch.equal(values[:2], before[:2])
+    optimizer.apply([gradient, gradient], 1.0, [frozenset({1}), frozenset()])
+    assert not torch.equal(values[2:], before[2:]), "one of two has it: it counts"
+
+
+def test_hyper_parameters_travel() -> None:
+    layout = Layout((Entry("p", (1,), 0),), "float32")
+    values = torch.zeros(1)
+    optimizer = SliceOptimizer(layout, slice(0, 1), values, parse("sgd:lr=1"))
+    optimizer.set_hyper([{**parse("sgd:lr=1").groups[0], "lr": 0.5}])
+    optimizer.apply([torch.ones(1)], 0.5)
+    assert values.item() == pytest.approx(-0.25)
+
+
+def test_only_known_optimizers() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"torch.optim.*LBFGS cannot run on the servers"):
+        describe(torch.optim.LBFGS([parameter]))
+
+    class SGD(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ConfigError, match="cannot run on the servers"):
+        describe(SGD([parameter], lr=0.1))
+
+
+def test_describe_reads_every_group() -> None:
+    a, b = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    spec = describe(torch.optim.AdamW([{"params": [a], "lr": 0.5}, {"params": [b]}], lr=torch.tensor(0.25)))
+    assert [group["lr"] for group in spec.groups] == [0.5, 0.25]
+    assert spec.groups[0]["betas"] == (0.9, 0.999)
+    assert "params" not in hyper_of({"params": [a], "lr": 1})
