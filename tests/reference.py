@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline import workloads
-from paceline.sampling import Dealer
+from paceline.dealing import Dealer
 from paceline.tensors import optimizers
 
 

@@ -80,8 +80,8 @@ def read(arguments: list[str]) -> Any:
 
 
 def _one_line(boxed: str, arguments: list[str]) -> str:
-    lines = [line.strip("│╭╮╰╯─ ").strip() for line in boxed.splitlines()]
-    body = [line for line in lines[1:] if line]
+    # The first line is a title; the frame is of box characters or plain ones, as the terminal allows.
+    body = [line.strip("│| ") for line in boxed.strip().splitlines()[1:] if any(map(str.isalpha, line))]
     message = body[0] if body else "the arguments cannot be read"
     hint = next((after for line, after in pairwise(body) if line.startswith("Perhaps")), None)
     if hint is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline import policies, session
 from paceline.core.policy import Policy
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import describe, hyper_of
 
@@ -72,6 +72,20 @@ class Optimizer(torch.optim.Optimizer):
         self.live.exchange([tensor.grad for tensor in self.trained], self.trained, hyper)
         self.started = time.monotonic()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        self._refuse_while_live("saved")
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refuse_while_live("loaded")
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def _refuse_while_live(self, done: str) -> None:
+        if self.live is not None:
+            raise PacelineError(f"in a live run the optimizer's state is on the servers: it cannot be {done} here")
 
     @property
     def global_step(self) -> int:

@@ -103,7 +103,7 @@ class Run:
             {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
             for point in self.history
         ]
-        return RunView(self.policy, self.runtime, history, self.summary(), spans(self.trace))
+        return RunView(self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s))
 
     def report(self, path: str | Path) -> Path:
         """Write the HTML report of this run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from paceline import session
+from paceline.dealing import Dealer
 from paceline.optim import Optimizer
-from paceline.sampling import Dealer
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.workloads.base import Workload
 

@@ -312,7 +312,7 @@ class TestServersDecideAlone:
 
     def test_each_server_may_have_its_own_model(self) -> None:
         """III.A: "each parameter server can choose the adaptive synchronization model to update its parameter shard.
-        For instance, server node 1 uses SSP model ... and server node M uses drop stragglers model". The worker is the same."""
+        For instance, server node 1 uses SSP model ... and server node M uses drop stragglers model"."""
         loose, strict = ShardAlone(SSP(staleness=1), workers=3), ShardAlone(Backup(extra=1), workers=3, rank=1)
         worker = WorkerAlone(SSP(staleness=1), servers=2)
         worker.start()

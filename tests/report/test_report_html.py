@@ -212,10 +212,17 @@ def test_live_and_virtual_seconds_are_not_compared():
     runs = [view("bsp", 10.0), view("bsp", 3.0, runtime="live")]
     runs += [view("asp", 5.0), view("asp", 2.0, runtime="live")]
     assert labels(runs) == ["bsp (virtual)", "bsp (live)", "asp (virtual)", "asp (live)"]
-    assert [speed_up(index, runs) for index in range(4)] == [1.0, 1.0, 2.0, 1.5]
+    assert [speed_up(index, runs, target_of(TARGET)) for index in range(4)] == [1.0, 1.0, 2.0, 1.5]
     said = verdict(runs, target_of(TARGET))
     assert "asp (virtual) reached accuracy=0.9 in 5.00 s, 2.0× sooner than bsp (virtual)." in said
     assert "asp (live) reached accuracy=0.9 in 2.00 s, 1.5× sooner than bsp (live)." in said
+
+
+def test_without_a_target_times_are_compared_over_equal_iterations():
+    runs = [view("bsp", iterations=100, time_s=9.0), view("asp", iterations=100, time_s=6.0)]
+    runs.append(view("backup", iterations=80, time_s=3.0))
+    assert [speed_up(index, runs, None) for index in range(3)] == [1.0, 1.5, None]
+    assert "1.50×" in Page(render(runs, {})).text
 
 
 def test_labels_of_equal_policies_differ():
@@ -300,4 +307,4 @@ def test_seconds(value, said):
 
 def test_counts_and_shares():
     assert (count(12400), count(2.5), count(7.0)) == ("12\u202f400", "2.5", "7")
-    assert (share(0.0), share(0.032), share(0.674)) == ("0 %", "3.2 %", "67 %")
+    assert (share(0.0), share(0.0001), share(0.032), share(0.674)) == ("0 %", "<0.1 %", "3.2 %", "67 %")

@@ -55,7 +55,7 @@ def test_backup_with_no_extra_workers_is_bsp() -> None:
 
 def test_one_step_of_sgd_on_the_quadratic_by_hand() -> None:
     from paceline import workloads
-    from paceline.sampling import Dealer
+    from paceline.dealing import Dealer
 
     workload = workloads.load("quadratic")
     w0 = workload.module(0, torch.float64).weight.detach()[0]

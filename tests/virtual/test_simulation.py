@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_large_slices_queue_at_the_server() -> None:
     """Four workers push at the same moment; the slices arrive one after the other at the server's bandwidth."""
     run = simulate("quadratic", "asp", workers=4, iterations=1, cluster="steady:bandwidth=24,latency_s=0")
     arrivals = [r.event.at for r in run.trace if isinstance(r.event, PushArrived)]
-    gaps = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(arrivals)]
     assert gaps == [pytest.approx(1.0)] * 3, "24 bytes a slice (6 floats) at 24 bytes a second"
 
 

@@ -64,6 +64,8 @@ class Shard(Machine):
                 del self.incarnations[worker]
                 self.progress.leave(worker)
                 self.dropped.discard(worker)
+        # Those who waited for somebody lost are released by the view, before anybody who joins is heard.
+        self.settle()
         for worker, incarnation in named.items():
             if worker not in self.incarnations:
                 self.incarnations[worker] = incarnation

@@ -71,6 +71,8 @@ def count(value: float) -> str:
 def share(value: float) -> str:
     """'0 %', '3.2 %', '67 %'."""
     percent = 100 * value
+    if 0 < percent < 0.05:
+        return "<0.1 %"
     return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"
 
 

@@ -34,7 +34,7 @@ def summary_table(runs: list[RunView], target: Target | None) -> str:
     versus = f"vs {bases.pop()}" if len(bases) == 1 else "speed-up"
     heads = ["policy"]
     heads.append(f"time to {target.text}" if target else "time")
-    if target and len(runs) > 1:
+    if len(runs) > 1:
         heads.append(versus)
     heads += ["waiting", "DPRs per 100", "staleness mean / max", "dropped", "updates"]
     heads += ["final accuracy", "final loss", "MB pushed / pulled"]
@@ -52,9 +52,10 @@ def _row(index: int, name: str, runs: list[RunView], target: Target | None) -> s
         cells.append(missed if reached is None else tag("td", text(seconds(reached))))
     else:
         cells.append(_cell(run.number("time_s"), seconds))
-    if target and len(runs) > 1:
+    if len(runs) > 1:
         is_base = baseline_of(index, runs) == index
-        cells.append(_cell(speed_up(index, runs), lambda value: "baseline" if is_base else f"{value:.2f}×"))
+        times = speed_up(index, runs, target)
+        cells.append(tag("td", "baseline") if is_base else _cell(times, lambda value: f"{value:.2f}×"))
     waiting = run.number("wait_share")
     cells.append(tag("td", DASH if waiting is None else _meter(waiting, 1.0, "wait", share(waiting))))
     cells.append(_cell(run.number("dpr_per_100"), lambda value: count(round(value, 1 if value < 100 else 0))))

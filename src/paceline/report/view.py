@@ -77,9 +77,14 @@ def baseline_of(run: int, runs: list[RunView]) -> int:
     return next((index for index in same if runs[index].policy.partition(":")[0] == BASELINE), same[0])
 
 
-def speed_up(run: int, runs: list[RunView]) -> float | None:
-    """How many times sooner than the baseline it reached the target."""
-    mine, theirs = (runs[index].number("time_to_target_s") for index in (run, baseline_of(run, runs)))
+def speed_up(run: int, runs: list[RunView], target: Target | None) -> float | None:
+    """How many times sooner than the baseline it reached the target or, without one, did as many iterations."""
+    both = [runs[run], runs[baseline_of(run, runs)]]
+    if target is None:
+        done = [each.number("iterations") for each in both]
+        if None in done or done[0] != done[1]:
+            return None
+    mine, theirs = (each.number("time_to_target_s" if target else "time_s") for each in both)
     return theirs / mine if mine and theirs is not None else None
 
 

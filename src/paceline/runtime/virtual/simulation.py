@@ -13,12 +13,12 @@ from paceline.core.events import ViewChanged
 from paceline.core.messages import Members, Node, View
 from paceline.core.policy import Policy
 from paceline.core.trace import Header, Record, Trace
+from paceline.dealing import Dealer
 from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority, Seat
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
-from paceline.sampling import Dealer
 from paceline.tensors.layout import flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
 from paceline.workloads.base import Workload

@@ -1,0 +1,53 @@
+"""Which samples a worker gets: an endless stream of permutations, dealt in strides.
+
+Sample k of the stream is element k % n of the permutation of epoch k // n. Step t of N workers together is the
+N * batch samples from t * N * batch on, the joined batch that single-process training would take; of these,
+worker w takes every N-th from the w-th on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+SAMPLE_STREAM = 2
+
+
+class Dealer:
+    """Deals samples of a data set of `size` to `workers`, `batch` at a time."""
+
+    def __init__(self, size: int, workers: int, batch: int, seed: int) -> None:
+        self.size = size
+        self.workers = workers
+        self.batch = batch
+        self.seed = seed
+        self.epochs: dict[int, NDArray[np.int64]] = {}
+
+    def deal(self, worker: int, step: int) -> NDArray[np.int64]:
+        """The samples of one worker's step."""
+        return self.joined(step)[worker % self.workers :: self.workers]
+
+    def joined(self, step: int) -> NDArray[np.int64]:
+        """The samples of all workers' step together."""
+        first, count = step * self.workers * self.batch, self.workers * self.batch
+        parts = []
+        while count:
+            epoch, offset = divmod(first, self.size)
+            part = self._epoch(epoch)[offset : offset + count]
+            parts.append(part)
+            first += len(part)
+            count -= len(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self.epochs:
+            # Slow workers may be an epoch or two behind; older ones are made again when asked for.
+            if len(self.epochs) > 8:
+                self.epochs.clear()
+            self.epochs[epoch] = permutation(self.size, self.seed, epoch)
+        return self.epochs[epoch]
+
+
+def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    random = np.random.Generator(np.random.PCG64([seed, SAMPLE_STREAM, epoch]))
+    return random.permutation(size)

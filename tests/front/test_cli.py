@@ -1,0 +1,117 @@
+"""The command line: results, one-line errors, exit codes, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline import cli
+
+BAD = [
+    ("compare sps", "unknown policy 'sps', did you mean 'ssp'?"),
+    ("compare bsp ssp:stale=2", "ssp has no parameter 'stale' (it has: staleness)"),
+    ("compare", "name at least one policy"),
+    ("simulate --policy ssp:staleness=-1", "ssp:staleness=-1 is out of range: 0 or more"),
+    ("simulate --policy ssp:staleness=many", "ssp:staleness=many is not a whole number (0 or more)"),
+    ("simulate --policy ssp:staleness", "'staleness' in 'ssp:staleness' is not KEY=VALUE"),
+    ("simulate --policy backup:extra=8", "backup:extra=8 needs more than 8 workers: with 8, extra may be from 0 to 7"),
+    ("simulate --workers 0", "workers=0 is out of range: 1 or more"),
+    ("simulate --servers 0", "servers=0 is out of range: 1 or more"),
+    ("simulate --workers many", "--workers"),
+    ("simulate --wrkers 3", "perhaps you meant --workers"),
+    ("simulate --workload digits", "unknown workload 'digits', did you mean 'digits-mlp'?"),
+    ("simulate --cluster nowhere.toml", "cannot read the scenario 'nowhere.toml': No such file"),
+    ("simulate --cluster slow", "unknown cluster 'slow'"),
+    ("simulate --cluster one-slow:worker=9", "workers are 0 to 7"),
+    ("simulate --target f1=0.5", "unknown target 'f1=0.5'"),
+    ("simulate --target accuracy=2", "accuracy is from 0 to 1"),
+    ("simulate --target accuracy", "unknown target 'accuracy'"),
+    ("simulate --workload quadratic --target accuracy=0.5", "one of loss"),
+    ("simulate --optimizer sgd:lr=-1", "Invalid learning rate"),
+    ("simulate --optimizer lbfgs", "unknown optimizer 'lbfgs' (known: sgd, adam, adamw)"),
+    ("simulate --iterations 0", "iterations=0 is out of range: 1 or more"),
+    ("simulate --seed -1", "seed=-1 is out of range: 0 or more"),
+    ("simulate --report no/such/folder/x.html", "does not exist or cannot be written"),
+    ("run", "name a script"),
+    ("run nothing.py", "there is no script 'nothing.py'"),
+    ("run --policy bspp nothing.py", "nothing.py"),
+    ("frobnicate", "frobnicate"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD)
+def test_bad_input_gets_one_clear_line_and_exit_code_2(line: str, said: str, capsys, tmp_path) -> None:
+    kept = tmp_path / "out.json"
+    arguments = line.split()
+    if arguments[0] in ("compare", "simulate"):
+        arguments += ["--json", str(kept)]
+    assert cli.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert out == ""
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_compare_writes_table_json_report_and_timeline(capsys, tmp_path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace")}
+    line = (
+        "compare bsp ssp:staleness=3 backup:extra=1 asp --workload digits-mlp --cluster random-slowdown:factor=6 "
+        "--workers 4 --servers 2 --target accuracy=0.7 --seed 0 "
+        f"--json {files['json']} --report {files['html']} --chrome {files['trace']}"
+    )
+    assert cli.run(line.split()) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out
+    assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("wrote"))
+    result = json.loads(files["json"].read_text())
+    assert [run["policy"] for run in result["runs"]] == ["bsp", "ssp:staleness=3", "backup:extra=1", "asp"]
+    assert all(run["time_to_target_s"] > 0 for run in result["runs"])
+    assert result["config"]["cluster"].startswith("random-slowdown:")
+    assert "<svg" in files["html"].read_text()
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+
+
+def test_a_missed_target_is_a_result_not_an_error(capsys, tmp_path) -> None:
+    path = tmp_path / "out.json"
+    line = "simulate --policy asp --workers 2 --iterations 3 --target accuracy=0.99 --json"
+    assert cli.run([*line.split(), str(path)]) == 0
+    assert json.loads(path.read_text())["runs"][0]["time_to_target_s"] is None
+    assert "missed accuracy=0.99" in capsys.readouterr().out
+
+
+def test_policies_and_doctor(capsys) -> None:
+    assert cli.run(["policies"]) == 0
+    out = capsys.readouterr().out
+    for word in ("bsp", "asp", "ssp", "backup", "staleness=3", "0 or more", "004 Alg. 3-4"):
+        assert word in out
+    assert cli.run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "pyzmq", "shared memory", "digits data"):
+        assert word in out
+
+
+@pytest.mark.parametrize("command", ["", "compare", "simulate", "run", "policies", "doctor"])
+def test_help_teaches(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.run([*command.split(), "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    if command in ("compare", "simulate", "run"):
+        assert f"paceline {command}" in out
+        assert "ssp:staleness=3" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own", "script"),
+    [
+        (["run", "--workers", "2", "a.py", "--workers", "9"], ["run", "--workers", "2"], ["a.py", "--workers", "9"]),
+        (["run", "--", "train", "-x"], ["run"], ["train", "-x"]),
+        (["run", "--policy", "./mine.py:Mine", "a.py"], ["run", "--policy", "./mine.py:Mine"], ["a.py"]),
+        (["simulate", "--json", "a.py"], ["simulate", "--json", "a.py"], []),
+    ],
+)
+def test_what_stands_after_the_script_is_the_scripts(arguments, own, script) -> None:
+    assert cli.split_script(arguments) == (own, script)

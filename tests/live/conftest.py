@@ -1,0 +1,48 @@
+"""A leak guard around every live test: no process, thread, socket or shared memory may be left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def children() -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.add(int(stat.parent.name))
+    return found
+
+
+def sockets() -> set[str]:
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if target.startswith("socket:") or "pidfd" in target:
+            found.add(target)
+    return found
+
+
+def shared() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = children(), sockets(), shared(), threading.active_count()
+    yield
+    assert children() <= before[0], "a process was left"
+    assert sockets() <= before[1], "a socket or a sentinel was left"
+    assert shared() <= before[2], "shared memory was left"
+    assert threading.active_count() <= before[3], "a thread was left"
