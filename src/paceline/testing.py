@@ -122,14 +122,17 @@ class Ledger:
         self.version = 0
 
     def note(self, event: Event) -> None:
+        self.V_before = self.V
         match event:
             case ViewChanged(view=view) if view.number > self.view.number:
                 self.view = view
-                asked = {process: pull.iteration for process, pull in self.asked.items()}
-                joined = {process: max(self.V, asked.get(process, 0)) for process in view.members}
-                self.next = {process: self.next.get(process, joined[process]) for process in view.members}
+                self.next = {process: at for process, at in self.next.items() if process in view.members}
+                self.rise()
+                self.next = dict.fromkeys(view.members, self.V) | self.next
                 self.asked = {key: pull for key, pull in self.asked.items() if not self.is_ghost(key)}
                 self.parked &= self.next.keys()
+                for process, pull in self.asked.items():
+                    self.promise(process, pull.iteration)
             case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
                 process = author(push.handle)
                 good = process in self.next and isinstance(event, PushArrived)
@@ -139,7 +142,9 @@ class Ledger:
             case PullArrived(pull=pull) if not self.is_ghost(asker(pull)):
                 self.asked[asker(pull)] = pull
                 self.promise(asker(pull), pull.iteration)
-        self.V_before = self.V
+        self.rise()
+
+    def rise(self) -> None:
         while self.next and self.policy.finishes(self.passed(self.V), len(self.next), self.workers):
             self.V += 1
 
