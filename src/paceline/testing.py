@@ -13,7 +13,7 @@ ranks join. One authority numbers the views; each receiver gets each view after 
 overtakes a loss. A push may arrive twice, the second time much later; a slice may be rejected. A worker that
 is to compute iteration `iterations` is done and leaves.
 
-What is judged, from a ledger of what was delivered, never from the machines' own fields:
+What is judged, from a ledger of what was delivered and the policy's `finishes`, never from the machines' fields:
 
 - *hang*: when nothing is in flight any more, every live worker has reached the last iteration;
 - *parked*: a pull is answered or parked at once, and stays parked only while some other live member has not
@@ -129,7 +129,6 @@ class Ledger:
                 self.next = {process: at for process, at in self.next.items() if process in view.members}
                 self.rise()
                 self.next = dict.fromkeys(view.members, self.V) | self.next
-                self.asked = {key: pull for key, pull in self.asked.items() if not self.is_ghost(key)}
                 self.parked &= self.next.keys()
                 for process, pull in self.asked.items():
                     self.promise(process, pull.iteration)
@@ -139,9 +138,10 @@ class Ledger:
                 self.fate[push.handle] = "good" if good else "bad"
                 self.dropped.discard(process)
                 self.promise(process, push.handle.iteration + 1)
-            case PullArrived(pull=pull) if not self.is_ghost(asker(pull)):
+            case PullArrived(pull=pull):
                 self.asked[asker(pull)] = pull
                 self.promise(asker(pull), pull.iteration)
+        self.asked = {process: pull for process, pull in self.asked.items() if not self.is_ghost(process)}
         self.rise()
 
     def rise(self) -> None:
@@ -156,8 +156,9 @@ class Ledger:
         return sum(at > iteration for at in self.next.values())
 
     def is_ghost(self, process: Process) -> bool:
-        """Neither a member nor somebody whose view is still on the way."""
-        return process not in self.next and process[1] <= dict(self.view.members).get(process[0], -1)
+        """Not a member, and a later life of the same rank was named or has asked."""
+        lives = [life for rank, life in (*self.view.members, *self.asked) if rank == process[0]]
+        return process not in self.next and process[1] < max(lives)
 
     def judge(self, actions: list[Action]) -> None:
         for action in actions:

@@ -48,6 +48,8 @@ class Shard(Machine):
         """Pulls not answered yet, by the V that frees them. Those of lost workers are skipped at release."""
         self.early: dict[int, Pull] = {}
         """Pulls of workers no view has named yet."""
+        self.departed: dict[tuple[int, int], int] = {}
+        """(worker, incarnation) that left -> the first iteration of which no push has come from it."""
         self.dropped: set[int] = set()
         """Workers whose last push did not count here."""
         self.mover = NOBODY
@@ -62,6 +64,7 @@ class Shard(Machine):
         for worker, incarnation in list(self.incarnations.items()):
             if named.get(worker) != incarnation:
                 del self.incarnations[worker]
+                self.departed[worker, incarnation] = self.progress.next[worker]
                 self.progress.leave(worker)
                 self.dropped.discard(worker)
         # Those who waited for somebody lost are released by the view, before anybody who joins is heard.
@@ -100,7 +103,10 @@ class Shard(Machine):
         """
         worker, iteration = handle.source, handle.iteration
         if self.incarnations.get(worker) != handle.incarnation:
-            self.actions.append(Drop(handle, f"worker {worker} left before incarnation {handle.incarnation} pushed"))
+            sender = (worker, handle.incarnation)
+            if iteration >= self.departed.get(sender, 0):
+                self.departed[sender] = iteration + 1
+                self.actions.append(Drop(handle, f"worker {worker} left before this push of iteration {iteration} came"))
             return False
         progress = self.progress
         if iteration < progress.next[worker]:
@@ -129,8 +135,18 @@ class Shard(Machine):
         known = self.incarnations.get(pull.worker)
         if known == pull.incarnation:
             self.take_pull(pull)
-        elif known is None or pull.incarnation > known:
+        elif self.is_early(pull):
             self.early[pull.worker] = pull
+
+    def is_early(self, pull: Pull) -> bool:
+        """Whether a view may still name its sender: it is a later life of the worker than any heard of."""
+        newest = self.early.get(pull.worker)
+        known = self.incarnations.get(pull.worker, -1)
+        return (
+            pull.incarnation > known
+            and (pull.worker, pull.incarnation) not in self.departed
+            and (newest is None or pull.incarnation >= newest.incarnation)
+        )
 
     def take_pull(self, pull: Pull) -> None:
         self.mover = pull.worker
