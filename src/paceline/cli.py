@@ -13,6 +13,7 @@ from typing import Any
 
 import tyro
 
+from paceline.commands.bench import BenchExchange, BenchStraggler
 from paceline.commands.catalogue import Doctor, Policies
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Run
@@ -22,6 +23,8 @@ COMMANDS: dict[str, Any] = {
     "compare": Compare,
     "simulate": Simulate,
     "run": Run,
+    "bench exchange": BenchExchange,
+    "bench straggler": BenchStraggler,
     "policies": Policies,
     "doctor": Doctor,
 }
@@ -67,6 +70,8 @@ def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def read(arguments: list[str]) -> Any:
     """The command the arguments describe. tyro's boxed messages become one line."""
+    if arguments[0] == "bench":
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

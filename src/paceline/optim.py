@@ -69,9 +69,12 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         self.live.slow_down(self.started)
         hyper = tuple(hyper_of(group) for group in self.param_groups)
-        self.live.exchange([tensor.grad for tensor in self.trained], self.trained, hyper)
+        self.live.exchange([tensor.grad for tensor in self.trained], hyper)
         self.started = time.monotonic()
         return loss
+
+    # torch wraps `step` of every optimizer class in a profiler range, unless it is marked as wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         self._refuse_while_live("saved")

@@ -11,12 +11,12 @@ from typing import Any
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
 from paceline.core.events import ParametersArrived, PullArrived, ViewChanged
-from paceline.core.messages import Handle, Members, Pull, View
+from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress
 from paceline.core.shard import Shard
 from paceline.core.worker import NOT_STARTED, Worker
-from paceline.policies import BSP, SSP
+from paceline.policies import BSP, SSP, Backup
 
 
 class UncheckedShard(Shard):
@@ -60,7 +60,7 @@ class NoPromiseOnPush(UncheckedShard):
     """A push moves the worker on by one, whatever its iteration."""
 
     def note_push(self, worker: int, iteration: int) -> None:
-        self.progress.advance(worker, self.progress.next[worker] + 1)
+        self.progress.push(worker, self.progress.next[worker])
 
 
 class NoPromiseOnPull(UncheckedShard):
@@ -74,10 +74,10 @@ class NoPromiseOnAnswer(UncheckedShard):
     """Telling a worker which iteration to compute says nothing about what it will push."""
 
     def answer(self, pull: Pull, reason: str, released_by: int) -> None:
-        advance = self.progress.advance
-        self.progress.advance = lambda worker, to: None  # type: ignore[method-assign]
+        promise = self.progress.promise
+        self.progress.promise = lambda worker, to: None  # type: ignore[method-assign]
         super().answer(pull, reason, released_by)
-        self.progress.advance = advance  # type: ignore[method-assign]
+        self.progress.promise = promise  # type: ignore[method-assign]
 
 
 class NoPromiseOnPushNorAnswer(NoPromiseOnPush, NoPromiseOnAnswer):
@@ -88,34 +88,21 @@ class NoPromiseAtAll(NoPromiseOnPush, NoPromiseOnPull, NoPromiseOnAnswer):
     """next = next + 1 at each push, and nothing else."""
 
 
-class OnlyPushesCount(Progress):
-    """Skipped iterations raise `next` but do not count as passed."""
+class SkippedAreExpected(UncheckedShard):
+    """A worker that skips an iteration is waited for all the same: promises raise `next` and nothing else."""
 
-    pushing = False
-
-    def advance(self, worker: int, to: int) -> None:
-        before = dict(self.passed)
-        at = self.next[worker]
-        super().advance(worker, to)
-        if to > at:
-            self.passed = before
-            if self.pushing and to > self.V:
-                self.passed[to - 1] = before.get(to - 1, 0) + 1
-
-    def leave(self, worker: int) -> None:
-        self.passed = {i: self.passed.get(i, 0) for i in range(self.V, max(self.next.values()) + 1)}
-        super().leave(worker)
+    def is_finished(self) -> bool:
+        progress = self.progress
+        there = progress.passed_V() - len(progress.skipped.get(progress.V, ()))
+        return bool(progress.passed_V()) and self.policy.finishes(there, len(progress.next), self.workers)
 
 
-class SkippedDoNotCount(UncheckedShard):
-    def __init__(self, policy: CentralPolicy, rank: int, members: Members) -> None:
-        super().__init__(policy, rank, members)
-        self.progress: OnlyPushesCount = OnlyPushesCount()
+class SkippedCountAsPushed(UncheckedShard):
+    """algorithms.md to the letter: who skips an iteration has pushed it, gradient or not (see decision 2)."""
 
-    def note_push(self, worker: int, iteration: int) -> None:
-        self.progress.pushing = True
-        super().note_push(worker, iteration)
-        self.progress.pushing = False
+    def is_finished(self) -> bool:
+        passed = self.progress.passed_V()
+        return bool(passed) and self.policy.finishes(passed, len(self.progress.next), self.workers)
 
 
 class ViewsInOrderOfArrival(UncheckedShard):
@@ -177,15 +164,8 @@ class LostAreWaitedFor(UncheckedShard):
 class CountsAgainstN(UncheckedShard):
     """FluentPS to the letter: iteration V is finished when Count[V] == N, N as configured."""
 
-    def settle(self) -> None:
-        progress = self.progress
-        while progress.next and progress.passed_V() >= self.workers:
-            if handles := self.held.pop(progress.V, None):
-                self.apply(tuple(handles), 1.0)
-            progress.rise()
-            for pull in self.parked.pop(progress.V, ()):
-                if self.incarnations.get(pull.worker) == pull.incarnation:
-                    self.answer(pull, "Count[V] == N", self.mover)
+    def is_finished(self) -> bool:
+        return self.progress.passed_V() >= self.workers
 
 
 # Gradients used twice, never, or by mistake.
@@ -194,29 +174,29 @@ class CountsAgainstN(UncheckedShard):
 class AppliesDuplicates(UncheckedShard):
     """A push that comes again is used again."""
 
-    def counts(self, handle: Handle) -> bool:
+    def counts(self, handle: Handle, good: bool) -> bool:
         if self.incarnations.get(handle.source) == handle.incarnation and handle.iteration >= self.progress.V:
             self.note_push(handle.source, handle.iteration)
             return True
-        return super().counts(handle)
+        return super().counts(handle, good)
 
 
 class DropsDuplicatesOfTheDead(UncheckedShard):
     """A push of a life that is over is dropped each time it comes, though it may be held or applied."""
 
-    def counts(self, handle: Handle) -> bool:
+    def counts(self, handle: Handle, good: bool) -> bool:
         if self.incarnations.get(handle.source) != handle.incarnation:
             self.actions.append(Drop(handle, "a ghost"))
             return False
-        return super().counts(handle)
+        return super().counts(handle, good)
 
 
 class AppliesGhosts(UncheckedShard):
     """A push of a worker that has left is applied."""
 
-    def counts(self, handle: Handle) -> bool:
+    def counts(self, handle: Handle, good: bool) -> bool:
         known = self.incarnations.get(handle.source)
-        return super().counts(handle) if known == handle.incarnation else bool(self.incarnations)
+        return super().counts(handle, good) if known == handle.incarnation else bool(self.incarnations)
 
 
 class AppliesRejected(UncheckedShard):
@@ -258,8 +238,8 @@ class DropsTheThird(UncheckedShard):
 
     seen = 0
 
-    def counts(self, handle: Handle) -> bool:
-        good = super().counts(handle)
+    def counts(self, handle: Handle, good: bool) -> bool:
+        good = super().counts(handle, good)
         self.seen += good
         if good and self.seen % 3 == 0:
             self.drop(handle, "bad luck")
@@ -282,9 +262,8 @@ class AnswersTheDead(UncheckedShard):
         super().settle()
 
     def answer_the_dead(self, pull: Pull) -> None:
-        self.progress.next.setdefault(pull.worker, 0)
-        self.progress.standing.setdefault(0, {})[pull.worker] = None
-        self.answer(pull, "", -1)
+        parameters = Parameters(self.rank, pull.worker, pull.incarnation, pull.iteration, self.version, False)
+        self.actions.append(Answer(parameters, "", -1))
 
 
 class ForgetsWhatItDropped(UncheckedShard):
@@ -323,7 +302,34 @@ class ParksInSilence(UncheckedShard):
     """A pull is parked without a word to anybody."""
 
     def park(self, pull: Pull, i: int, V: int) -> None:
-        self.parked.setdefault(self.policy.freed_at(i, V), []).append(pull)
+        super().park(pull, i, V)
+        self.actions.pop()
+
+
+class ParksTwice(UncheckedShard):
+    """A pull that comes again while it is parked is parked again."""
+
+    def take_pull(self, pull: Pull) -> None:
+        if self.waiting.get(pull.worker) == pull:
+            self.park(pull, pull.iteration - 1, self.progress.V)
+        else:
+            super().take_pull(pull)
+
+
+class AnswersEveryCopy(UncheckedShard):
+    """A pull that comes again after it was answered is answered again."""
+
+    def take_pull(self, pull: Pull) -> None:
+        if self.waiting.get(pull.worker) == pull:
+            return
+        self.mover = pull.worker
+        self.note_promise(pull)
+        self.settle()
+        i, V = pull.iteration - 1, self.progress.V
+        if self.policy.may_pull(i, V):
+            self.answer(pull, "", -1)
+        else:
+            self.park(pull, i, V)
 
 
 class OverlooksAnAnswer(UncheckedWorker):
@@ -381,5 +387,21 @@ class SSPNeverFreed(SSP):
 class BSPWithoutTheLast(BSP):
     """An iteration is finished when all but one have pushed it."""
 
-    def finishes(self, passed: int, alive: int, workers: int) -> bool:
-        return passed >= max(1, alive - 1)
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        return there >= max(1, expected - 1)
+
+
+@dataclass(frozen=True)
+class BackupOneTooFew(Backup):
+    """An iteration is finished one gradient before it should be."""
+
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        return there >= min(max(1, workers - self.extra - 1), expected)
+
+
+@dataclass(frozen=True)
+class BackupWaitsForAll(Backup):
+    """Nobody is dropped: an iteration is finished when all who are alive have pushed it."""
+
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        return there >= expected

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import (
     GradientReady,
@@ -11,6 +14,7 @@ from paceline.core.events import (
     PushRejected,
     ViewChanged,
 )
+from paceline.core.machine import Machine
 from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
@@ -121,3 +125,12 @@ def sent(actions: list[Action]) -> list[tuple[int, Push | Pull]]:
 def sources(apply: Apply) -> list[tuple[int, int]]:
     """(worker, iteration) of the gradients in a step."""
     return [(handle.source, handle.iteration) for handle in apply.handles]
+
+
+def state_of(machine: Machine) -> dict[str, Any]:
+    """Everything a machine remembers, deeply copied; what it was last asked to do is not part of it."""
+    state = {}
+    for field, value in vars(machine).items():
+        if field not in ("actions", "handlers"):
+            state[field] = copy.deepcopy(vars(value) if hasattr(value, "__dict__") else value)
+    return state

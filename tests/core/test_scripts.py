@@ -46,8 +46,8 @@ from paceline.core.events import (
 from paceline.core.machine import Machine
 from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, View
 from paceline.core.shard import Shard
+from paceline.core.words import Process, in_words, name
 from paceline.policies import parse
-from paceline.testing import Process, in_words, name
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))
 REWRITE = "PACELINE_REWRITE" in os.environ
@@ -269,7 +269,7 @@ def where(shard: Shard) -> str:
         f"{in_words(pull)} until V={freed}"
         for freed, pulls in sorted(shard.parked.items())
         for pull in pulls
-        if shard.incarnations.get(pull.worker) == pull.incarnation
+        if shard.waiting.get(pull.worker) == pull
     ]
     parts = [f"shard {shard.rank}: V={progress.V}, version {shard.version}", standing or "nobody"]
     parts += [f"held: {words}" for words in held] + [f"parked: {words}" for words in parked]

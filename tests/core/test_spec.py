@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -151,6 +151,15 @@ class TestErrors:
     def test_in_python_too(self) -> None:
         with pytest.raises(ConfigError, match="ssp:staleness=-1 is out of range: 0 or more"):
             SSP(staleness=-1)
+
+    @pytest.mark.parametrize("value", [2.5, 2.0, True, "2", None])
+    def test_a_whole_number_is_an_int(self, value: Any) -> None:
+        """Nothing is rounded in silence, and `True` is a slip of the pen, not 1."""
+        words = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        for cls, key in ((SSP, "staleness"), (Backup, "extra")):
+            with pytest.raises(ConfigError) as caught:
+                cls(**{key: value})
+            assert str(caught.value) == f"{cls.name}:{key}={words} is not a whole number (0 or more)"
 
     def test_a_policy_that_cannot_run_with_so_few_workers(self) -> None:
         Backup(extra=2).validate(Members(3, 1))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import get_args
 
 import msgspec
 import pytest
 
-from paceline.core.actions import Action
+from paceline.core.actions import Action, Answer
 from paceline.core.events import Event, PullArrived, PushArrived
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
 from paceline.core.policy import CentralPolicy
 from paceline.core.trace import Header, Record, Trace, encode_record, read_records, replay
+from paceline.errors import PacelineError
 from paceline.policies import ASP, BSP, SSP, Backup, parse
 from paceline.testing import play
 
@@ -20,11 +22,15 @@ from paceline.testing import play
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     """A run with everything in it: kills, joins, drops, parks, rejections."""
-    return play(Backup(extra=1), workers=4, iterations=8, seed=3).trace
+    return play(Backup(extra=1), workers=4, iterations=8, seed=14).trace
 
 
 def machines_of(policy: CentralPolicy, node: Node, header: Header) -> Machine:
     return policy.machine(node.role, node.rank, header.members, header.seed)
+
+
+def answers(record: Record, worker: int) -> Iterator[bool]:
+    return (isinstance(action, Answer) and action.parameters.worker == worker for action in record.actions)
 
 
 class TestBytes:
@@ -68,8 +74,21 @@ class TestBytes:
 
     def test_a_line_that_is_no_record_is_an_error(self, trace: Trace) -> None:
         data = Trace(trace.header, trace.records[:2]).to_bytes()
-        with pytest.raises(msgspec.MsgspecError):
+        with pytest.raises(PacelineError, match="this is not a paceline trace: "):
             Trace.from_bytes(data + b'["Record", 3]\n')
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            *(b"", b"\n", b"traceEvents", b"{}", b'["Record"]', b'["Header", 3]', b"\x80\x04K\x01.", b"PK\x03\x04"),
+            *(b'["Head\xff"]', b"[" * 100_000),
+        ],
+        ids=lambda data: repr(data[:20]),
+    )
+    def test_something_else_is_an_error_of_one_line(self, data: bytes) -> None:
+        with pytest.raises(PacelineError, match="this is not a paceline trace: ") as caught:
+            Trace.from_bytes(data)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 class TestStory:
@@ -78,16 +97,25 @@ class TestStory:
         assert {record.node.role for record in story} == {"worker", "server"}
         assert {record.node for record in story if record.node.role == "worker"} == {Node("worker", 2)}
         for record in story:
-            if isinstance(record.event, PushArrived):
-                assert record.event.push.handle.source == 2
-            if isinstance(record.event, PullArrived):
-                assert record.event.pull.worker == 2
+            if not any(answers(record, 2)):
+                if isinstance(record.event, PushArrived):
+                    assert record.event.push.handle.source == 2
+                if isinstance(record.event, PullArrived):
+                    assert record.event.pull.worker == 2
 
     def test_leaves_nothing_of_it_out(self, trace: Trace) -> None:
         pushed = [r for r in trace if isinstance(r.event, PushArrived) and r.event.push.handle.source == 2]
+        pulled = [r for r in trace if isinstance(r.event, PullArrived) and r.event.pull.worker == 2]
         own = [r for r in trace if r.node == Node("worker", 2)]
         story = trace.story(2)
-        assert all(record in story for record in pushed + own)
+        assert all(record in story for record in pushed + pulled + own)
+
+    def test_says_who_released_it(self, trace: Trace) -> None:
+        """The record that answers its parked pull is the push of somebody else."""
+        released = [r for r in trace if any(answers(r, 2)) and isinstance(r.event, PushArrived)]
+        assert released
+        assert all(record.event.push.handle.source != 2 for record in released)
+        assert all(record in trace.story(2) for record in released)
 
 
 class TestReplay:

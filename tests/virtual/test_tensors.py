@@ -14,19 +14,20 @@ from paceline.tensors.optimizers import SliceOptimizer, describe, hyper_of, pars
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
 
-@given(shapes, st.integers(1, 9), st.sampled_from(["float32", "float64"]))
-def test_slices_cover_the_vector_and_are_equal_to_within_a_cache_line(shapes, shards, dtype) -> None:
+@given(shapes, st.integers(1, 9), st.sampled_from(["float32", "float64"]), st.sampled_from([1, 7, 1 << 16]))
+def test_slices_cover_the_vector_and_are_equal_to_within_a_cache_line(shapes, shards, dtype, longest) -> None:
     layout = Layout(tuple(Entry(f"p{i}", shape, 0) for i, shape in enumerate(shapes)), dtype)
     slices = layout.slices(shards)
     assert [part.start for part in slices] == [0, *[part.stop for part in slices[:-1]]]
     assert slices[-1].stop == layout.numel
     sizes = layout.slice_bytes(shards)
     assert max(sizes) - min(sizes) <= 2 * 64
-    pieces = [piece for part in slices for piece in layout.pieces(part)]
+    pieces = [piece for part in slices for piece in layout.pieces(part, longest)]
     assert sum(piece.length for piece in pieces) == layout.numel
     for part in slices:
-        lengths = [(piece.offset, piece.length) for piece in layout.pieces(part)]
+        lengths = [(piece.offset, piece.length) for piece in layout.pieces(part, longest)]
         assert all(offset + length <= part.stop - part.start for offset, length in lengths)
+        assert all(length <= longest for _, length in lengths)
 
 
 def test_flatten_and_views_are_inverse() -> None:
@@ -67,7 +68,7 @@ def test_stepping_slices_equals_stepping_the_model(text: str, shards: int, seed:
             tensor.grad = view.clone()
         whole.step()
         for part, optimizer in zip(parts, optimizers, strict=True):
-            optimizer.apply([gradient[part]], 1.0)
+            optimizer.apply([optimizer.cut(gradient[part])], 1.0)
     for tensor, view in zip(tensors, layout.views(flat), strict=True):
         assert torch.allclose(tensor, view, atol=1e-12)
 
@@ -78,9 +79,37 @@ def test_weight_scales_the_step_not_the_gradient() -> None:
     steps = {}
     for weight in (1.0, 0.25):
         values = torch.zeros(4, dtype=torch.float64)
-        SliceOptimizer(layout, slice(0, 4), values, parse("adam:lr=0.1")).apply([torch.ones(4).double()], weight)
+        SliceOptimizer(layout, slice(0, 4), values, parse("adam:lr=0.1")).apply([[torch.ones(4).double()]], weight)
         steps[weight] = values
     assert torch.allclose(steps[0.25], steps[1.0] / 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9,dampening=0.3", "sgd:lr=0.1,momentum=0.9,nesterov=true,weight_decay=0.1",
+     "sgd:lr=0.1,weight_decay=0.1,maximize=true"],
+)  # fmt: skip
+def test_sgd_is_torchs_to_the_last_bit(text: str) -> None:
+    torch.manual_seed(0)
+    values, spec = torch.randn(100), parse(text)
+    theirs = values.clone()
+    ours = SliceOptimizer(Layout((Entry("p", (100,), 0),), "float32"), slice(0, 100), values, spec)
+    optimizer = spec.build([[theirs]])
+    for _ in range(4):
+        theirs.grad = torch.randn(100)
+        ours.apply([[theirs.grad.clone()]], 1.0)
+        optimizer.step()
+    assert torch.equal(values, theirs)
+
+
+def test_the_mean_of_several_gradients() -> None:
+    layout = Layout((Entry("a", (3,), 0), Entry("b", (70000,), 0)), "float32")
+    values = torch.zeros(layout.numel)
+    optimizer = SliceOptimizer(layout, slice(0, layout.numel), values, parse("sgd:lr=1"))
+    gradients = [torch.full((layout.numel,), float(value)) for value in (1, 2, 6)]
+    optimizer.apply([optimizer.cut(gradient) for gradient in gradients], 1.0)
+    assert torch.equal(values, torch.full((layout.numel,), -3.0))
+    assert [gradient[0].item() for gradient in gradients] == [1, 2, 6], "they are not written to"
 
 
 def test_an_absent_gradient_is_not_a_zero_gradient() -> None:
@@ -88,7 +117,7 @@ def test_an_absent_gradient_is_not_a_zero_gradient() -> None:
     layout = Layout((Entry("a", (2,), 0), Entry("b", (2,), 0)), "float32")
     values = torch.ones(4)
     optimizer = SliceOptimizer(layout, slice(0, 4), values, parse("sgd:lr=0.1,momentum=0.9,weight_decay=0.1"))
-    gradient = torch.ones(4)
+    gradient = optimizer.cut(torch.ones(4))
     optimizer.apply([gradient], 1.0, [frozenset()])
     before = values.clone()
     optimizer.apply([gradient], 1.0, [frozenset({1})])
@@ -103,7 +132,7 @@ def test_hyper_parameters_travel() -> None:
     values = torch.zeros(1)
     optimizer = SliceOptimizer(layout, slice(0, 1), values, parse("sgd:lr=1"))
     optimizer.set_hyper([{**parse("sgd:lr=1").groups[0], "lr": 0.5}])
-    optimizer.apply([torch.ones(1)], 0.5)
+    optimizer.apply([[torch.ones(1)]], 0.5)
     assert values.item() == pytest.approx(-0.25)
 
 

@@ -2,10 +2,10 @@
 
 A central policy (one with parameter servers) states four things, FluentPS's conditions (001, III.B):
 
-    may_pull(i, V)             the pull condition: may a worker that has pushed iteration i read now?
-    freed_at(i, V)             the V at which a pull that was parked is answered
-    finishes(passed, alive, n) the push condition: is iteration V finished, with `passed` of `alive` members done?
-    on_arrival                 is a gradient applied when it arrives, or the mean of the iteration when it finishes?
+    may_pull(i, V)               the pull condition: may a worker that has pushed iteration i read now?
+    freed_at(i, V)               the V at which a pull that was parked is answered
+    finishes(there, expected, n) the push condition: is iteration V finished, with so many gradients of it?
+    on_arrival                   is a gradient applied when it arrives, or the mean of the iteration when it finishes?
 
 and `why` in words, for the report and the dashboard. Everything else is in `core/shard.py`.
 """
@@ -52,9 +52,13 @@ class CentralPolicy(Policy):
     def freed_at(self, i: int, V: int) -> int:
         raise NotImplementedError
 
-    def finishes(self, passed: int, alive: int, workers: int) -> bool:
-        """All live members, unless a policy says otherwise. `workers` is the number configured."""
-        return passed >= alive
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        """All that are expected, unless a policy says otherwise.
+
+        `there` counts the gradients of iteration V of live workers, `expected` the live workers that have not
+        skipped it, `workers` is the number configured.
+        """
+        return there >= expected
 
     def why(self, i: int, progress: Progress) -> str:
         """Why a worker that has pushed iteration i is parked."""

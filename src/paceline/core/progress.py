@@ -1,16 +1,17 @@
 """How far everybody is, on one shard.
 
 `next[w]` is the first iteration worker w has not pushed here; `V` is the first iteration that is not
-finished (FluentPS calls it V_train). `passed[i]` counts the live members with next > i, for i >= V; the push
-condition of a policy looks at passed[V].
+finished (FluentPS calls it V_train). `passed[i]` counts the live members with next > i, for i >= V, and
+`skipped[i]` holds those of them that will never push i. The push condition of a policy looks at how many
+gradients of V are there, and how many are expected: the live members less those who skip it.
 
 Counting pushes instead (FluentPS, Algorithm 1, `Count[progress]`) is wrong once workers die: with 4 workers,
 three pushes and one of those three dead, the count equals the members although a live one has not pushed.
 So a worker that leaves takes its contributions to `passed` along; the gradients it delivered in full stay.
 
 Shards disagree for a moment, after a join or a drop. What keeps that harmless is the *promise*: a push or a
-pull of iteration i says that the worker will push nothing older here, so next[w] = max(next[w], i), and the
-iterations it skipped count as passed. Without it a shard may wait for ever for a push that never comes.
+pull of iteration i says that the worker will push nothing older here, so next[w] = max(next[w], i), and nobody
+expects the iterations it skipped. Without it a shard may wait for ever for a push that never comes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Progress:
         self.V = 0
         self.next: dict[int, int] = {}
         self.passed: dict[int, int] = {}
+        self.skipped: dict[int, set[int]] = {}
         self.standing: dict[int, dict[int, None]] = {}
         """next -> the workers standing there, in the order they came."""
 
@@ -36,9 +38,22 @@ class Progress:
         self._lift(worker, at)
         for iteration in range(self.V, at):
             self.passed[iteration] -= 1
+        for skipping in self.skipped.values():
+            skipping.discard(worker)
 
-    def advance(self, worker: int, to: int) -> None:
-        """The worker has pushed everything below `to`, or will never push it: next = max(next, to)."""
+    def push(self, worker: int, iteration: int) -> None:
+        """The worker has pushed this iteration, and skips what it has not pushed before it."""
+        if self.next[worker] < iteration:
+            self.promise(worker, iteration)
+        self._advance(worker, iteration + 1)
+
+    def promise(self, worker: int, to: int) -> None:
+        """The worker will push nothing below `to` any more: next = max(next, to)."""
+        for iteration in range(max(self.next[worker], self.V), to):
+            self.skipped.setdefault(iteration, set()).add(worker)
+        self._advance(worker, to)
+
+    def _advance(self, worker: int, to: int) -> None:
         at = self.next[worker]
         if to <= at:
             return
@@ -56,6 +71,7 @@ class Progress:
     def rise(self) -> None:
         """Iteration V is finished."""
         self.passed.pop(self.V, None)
+        self.skipped.pop(self.V, None)
         self.V += 1
 
     def passed_V(self) -> int:
@@ -81,7 +97,8 @@ class Progress:
 
 
 def name_workers(names: tuple[int, ...], count: int) -> str:
-    """'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 more'."""
+    """'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 others'."""
     listed = ", ".join(str(name) for name in names)
-    more = f" and {count - len(names)} more" if count > len(names) else ""
-    return f"worker{'s' if count > 1 else ''} {listed}{more}"
+    others = count - len(names)
+    more = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
+    return f"worker{'s' * (len(names) > 1)} {listed}{more}"

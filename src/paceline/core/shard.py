@@ -45,7 +45,11 @@ class Shard(Machine):
         self.held: dict[int, list[Handle]] = {}
         """Gradients waiting for the mean of their iteration."""
         self.parked: dict[int, list[Pull]] = {}
-        """Pulls not answered yet, by the V that frees them. Those of lost workers are skipped at release."""
+        """Pulls not answered yet, by the V that frees them. At release those that no longer wait are skipped."""
+        self.waiting: dict[int, Pull] = {}
+        """The parked pull of each worker that waits."""
+        self.asked: dict[int, int] = {}
+        """The iteration each live worker asked for last. Its pulls rise: one that does not is a copy."""
         self.early: dict[int, Pull] = {}
         """Pulls of workers no view has named yet."""
         self.departed: dict[tuple[int, int], int] = {}
@@ -67,6 +71,8 @@ class Shard(Machine):
                 self.departed[worker, incarnation] = self.progress.next[worker]
                 self.progress.leave(worker)
                 self.dropped.discard(worker)
+                self.waiting.pop(worker, None)
+                self.asked.pop(worker, None)
         # Those who waited for somebody lost are released by the view, before anybody who joins is heard.
         self.settle()
         for worker, incarnation in named.items():
@@ -84,7 +90,7 @@ class Shard(Machine):
 
     def on_push_arrived(self, event: PushArrived) -> None:
         handle = event.push.handle
-        if not self.counts(handle):
+        if not self.counts(handle, good=True):
             return
         if self.policy.on_arrival:
             self.apply((handle,), 1.0 / len(self.incarnations))
@@ -93,11 +99,13 @@ class Shard(Machine):
 
     def on_push_rejected(self, event: PushRejected) -> None:
         handle = event.push.handle
-        if self.counts(handle):
+        if self.counts(handle, good=False):
             self.drop(handle, event.reason)
 
-    def counts(self, handle: Handle) -> bool:
+    def counts(self, handle: Handle, good: bool) -> bool:
         """Take note of the push. False if its gradient must not be used; it has then been dropped.
+
+        A gradient that is not good counts as skipped: nobody waits for it, nor is it one of those there.
 
         A duplicate names a handle that was consumed or is held already: it is ignored, not dropped.
         """
@@ -106,21 +114,24 @@ class Shard(Machine):
             sender = (worker, handle.incarnation)
             if iteration >= self.departed.get(sender, 0):
                 self.departed[sender] = iteration + 1
-                self.actions.append(Drop(handle, f"worker {worker} left before this push of iteration {iteration} came"))
+                self.actions.append(Drop(handle, f"worker {worker} left before its push of iteration {iteration} came"))
             return False
         progress = self.progress
         if iteration < progress.next[worker]:
             return False
         self.mover = worker
         self.dropped.discard(worker)
-        self.note_push(worker, iteration)
+        if good:
+            self.note_push(worker, iteration)
+        else:
+            progress.promise(worker, iteration + 1)
         if iteration < progress.V:
             self.drop(handle, f"late: iteration {iteration}, the shard is at {progress.V}")
             return False
         return True
 
     def note_push(self, worker: int, iteration: int) -> None:
-        self.progress.advance(worker, iteration + 1)
+        self.progress.push(worker, iteration)
 
     def drop(self, handle: Handle, reason: str) -> None:
         self.dropped.add(handle.source)
@@ -149,6 +160,9 @@ class Shard(Machine):
         )
 
     def take_pull(self, pull: Pull) -> None:
+        if pull.iteration <= self.asked.get(pull.worker, -1):
+            return
+        self.asked[pull.worker] = pull.iteration
         self.mover = pull.worker
         self.note_promise(pull)
         self.settle()
@@ -160,32 +174,43 @@ class Shard(Machine):
             self.park(pull, i, V)
 
     def note_promise(self, pull: Pull) -> None:
-        self.progress.advance(pull.worker, pull.iteration)
+        self.progress.promise(pull.worker, pull.iteration)
 
     def answer(self, pull: Pull, reason: str, released_by: int) -> None:
         iteration = max(pull.iteration, self.progress.V)
-        self.progress.advance(pull.worker, iteration)
+        self.progress.promise(pull.worker, iteration)
         parameters = Parameters(
             self.rank, pull.worker, pull.incarnation, iteration, self.version, pull.worker in self.dropped
         )
         self.actions.append(Answer(parameters, reason, released_by))
 
     def park(self, pull: Pull, i: int, V: int) -> None:
+        self.waiting[pull.worker] = pull
         self.parked.setdefault(self.policy.freed_at(i, V), []).append(pull)
         names, count = self.progress.missing()
         self.actions.append(Park(pull, self.policy.why(i, self.progress), names, count))
 
     def settle(self) -> None:
-        progress, policy = self.progress, self.policy
-        while progress.next and policy.finishes(progress.passed_V(), len(progress.next), self.workers):
+        progress = self.progress
+        while self.is_finished():
             handles = self.held.pop(progress.V, None)
             if handles:
                 # In rank order, so that the mean does not depend on who came first.
                 self.apply(tuple(sorted(handles, key=lambda h: (h.source, h.incarnation))), 1.0)
             progress.rise()
             for pull in self.parked.pop(progress.V, ()):
-                if self.incarnations.get(pull.worker) == pull.incarnation:
+                if self.waiting.get(pull.worker) == pull:
+                    del self.waiting[pull.worker]
                     self.answer(pull, f"iteration {progress.V - 1} is finished", self.mover)
+
+    def is_finished(self) -> bool:
+        """Whether iteration V is. Never beyond what some live worker has passed, whatever a policy says."""
+        progress = self.progress
+        passed = progress.passed.get(progress.V, 0)
+        if not passed:
+            return False
+        skipped = len(progress.skipped.get(progress.V, ()))
+        return self.policy.finishes(passed - skipped, len(progress.next) - skipped, self.workers)
 
     def check(self) -> None:
         progress = self.progress
@@ -194,16 +219,11 @@ class Shard(Machine):
             require(iteration >= progress.V, f"passed[{iteration}] is kept although V is {progress.V}")
             counted = sum(at > iteration for at in progress.next.values())
             require(passed == counted, f"passed[{iteration}] is {passed}, members say {counted}")
-        finished = progress.next and self.policy.finishes(progress.passed_V(), len(progress.next), self.workers)
-        require(not finished, f"iteration {progress.V} is finished, yet V did not rise")
+        require(not self.is_finished(), f"iteration {progress.V} is finished, yet V did not rise")
         require(all(at >= progress.V for at in self.held), f"a gradient older than V={progress.V} is held")
         require(not (self.policy.on_arrival and self.held), "a gradient is held although it applies on arrival")
-        waiting: set[int] = set()
-        for freed_at, pulls in self.parked.items():
-            for pull in pulls:
-                if self.incarnations.get(pull.worker) == pull.incarnation:
-                    require(
-                        freed_at > progress.V, f"worker {pull.worker} is parked for V={freed_at}, V is {progress.V}"
-                    )
-                    require(pull.worker not in waiting, f"worker {pull.worker} is parked twice")
-                    waiting.add(pull.worker)
+        parked = {pull.worker: freed_at for freed_at, pulls in self.parked.items() for pull in pulls}
+        for worker, pull in self.waiting.items():
+            require(self.incarnations.get(worker) == pull.incarnation, f"worker {worker} waits but is no member")
+            freed_at = parked.get(worker, -1)
+            require(freed_at > progress.V, f"worker {worker} is parked for V={freed_at}, V is {progress.V}")

@@ -37,8 +37,12 @@ class Spec:
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
+        types_of = typing.get_type_hints(type(self))
         for field in text_fields(self):
-            check_range(f"{self.name}:{field.name}", getattr(self, field.name), field)
+            label, value = f"{self.name}:{field.name}", getattr(self, field.name)
+            if types_of[field.name] is int and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ConfigError(f"{label}={_write(value)} is not a whole number ({describe_range(field)})")
+            check_range(label, value, field)
 
     def __str__(self) -> str:
         given = [(field.name, getattr(self, field.name)) for field in text_fields(self)]

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import Struct
 
-from paceline.core.actions import Action
+from paceline.core.actions import Action, Answer
 from paceline.core.events import Event
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
+from paceline.errors import PacelineError
 
 
 class Header(Struct, frozen=True, array_like=True, tag=True):
@@ -59,7 +60,10 @@ class Trace:
     @classmethod
     def from_bytes(cls, data: bytes) -> Trace:
         header, _, rest = data.partition(b"\n")
-        return cls(msgspec.json.decode(header, type=Header), read_records(rest))
+        try:
+            return cls(msgspec.json.decode(header, type=Header), read_records(rest))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise PacelineError(f"this is not a paceline trace: {error}") from None
 
     def story(self, worker: int) -> list[Record]:
         """What concerns one worker, on all nodes: the first thing to read when it does something odd."""
@@ -105,4 +109,6 @@ def _concerns(record: Record, worker: int) -> bool:
         return True
     push = getattr(record.event, "push", None)
     pull = getattr(record.event, "pull", None)
-    return (push is not None and push.handle.source == worker) or (pull is not None and pull.worker == worker)
+    if (push is not None and push.handle.source == worker) or (pull is not None and pull.worker == worker):
+        return True
+    return any(isinstance(action, Answer) and action.parameters.worker == worker for action in record.actions)

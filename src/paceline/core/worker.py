@@ -16,6 +16,8 @@ from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Node, Pull, Push
 
 NOT_STARTED = -1
+ATTEMPT = 0
+"""No policy aborts computations yet, so each is the first."""
 
 
 class Worker(Machine):
@@ -51,14 +53,20 @@ class Worker(Machine):
         shard = parameters.shard
         if parameters.incarnation != self.incarnation or shard not in self.waiting:
             return
+        if parameters.iteration < self.iteration:
+            return  # a second answer to an earlier pull
         self.waiting.discard(shard)
         self.answered[shard] = parameters.iteration
         self.versions[shard] = parameters.version
         self.dropped[shard] = parameters.dropped
 
     def on_gradient_ready(self, event: GradientReady) -> None:
-        if not self.computing or event.iteration != self.iteration:
-            raise IllegalEvent(f"worker {self.rank} is not computing iteration {event.iteration}")
+        if not self.computing or (event.iteration, event.attempt) != (self.iteration, ATTEMPT):
+            raise IllegalEvent(
+                f"worker {self.rank} is not computing attempt {event.attempt} of iteration {event.iteration}"
+            )
+        if len(event.nbytes) != len(self.shards):
+            raise IllegalEvent(f"a gradient in {len(event.nbytes)} slices for {len(self.shards)} shards")
         self.computing = False
         for shard, node in enumerate(self.shards):
             handle = Handle(self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard])
@@ -76,7 +84,7 @@ class Worker(Machine):
             self.pull(behind, self.iteration)
         else:
             self.computing = True
-            self.actions.append(Compute(self.iteration, 0))
+            self.actions.append(Compute(self.iteration, ATTEMPT))
 
     def agree(self, answered: list[int]) -> int:
         """The iteration to compute, when the shards answered these."""

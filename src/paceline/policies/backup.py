@@ -1,10 +1,10 @@
 """Backup workers: an iteration ends with the first N - b gradients; the last b are dropped.
 
-The rule. Iteration V is finished when N - `extra` of the N configured workers have pushed it (or all that are
-alive, if fewer are). The shard takes one step on the mean of those gradients. A gradient of a finished
-iteration is dropped when it arrives, and its worker adopts the shard's iteration: its pull is answered at
-once, for V, or it would stay late for ever. (Sync-Opt with backup workers, 004, Algorithms 3 and 4; "drop
-stragglers" in FluentPS, 001, Table III.)
+The rule. Iteration V is finished when N - `extra` gradients of it are there, N being the number of workers
+configured (or all that can still come, if workers are lost or have skipped it). The shard takes one step on
+the mean of those gradients. A gradient of a finished iteration is dropped when it arrives, and its worker
+adopts the shard's iteration: its pull is answered at once, for V, or it would stay late for ever. (Sync-Opt
+with backup workers, 004, Algorithms 3 and 4; "drop stragglers" in FluentPS, 001, Table III.)
 
 What it promises. No stale gradient ever: each one applied was computed on the parameters of its own iteration.
 An iteration takes as long as its (N - b)-th fastest worker.
@@ -42,8 +42,8 @@ class Backup(CentralPolicy):
     def freed_at(self, i: int, V: int) -> int:
         return i + 1
 
-    def finishes(self, passed: int, alive: int, workers: int) -> bool:
-        return passed >= min(workers - self.extra, alive)
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        return there >= min(workers - self.extra, expected)
 
     def why(self, i: int, progress: Progress) -> str:
         return f"iteration {progress.V} has too few gradients: {name_workers(*progress.missing())} not there"

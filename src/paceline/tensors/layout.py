@@ -1,8 +1,8 @@
 """How a model's parameters lie in one flat vector, and how that vector is cut into shards.
 
 The cut is FluentPS's elastic parameter slicing (001, III.A): slices of equal length to within one cache line,
-whatever the sizes of the layers. A slice therefore begins and ends anywhere within a tensor; a `Piece` is the
-part of one tensor that lies in one slice.
+whatever the sizes of the layers. A slice therefore begins and ends anywhere within a tensor; a `Piece` is a
+part of one tensor that lies in one slice, small enough to stay in a cache while several operations go over it.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Layout(Struct, frozen=True, array_like=True):
     def slice_bytes(self, shards: int) -> tuple[int, ...]:
         return tuple((part.stop - part.start) * self.itemsize for part in self.slices(shards))
 
-    def pieces(self, part: slice) -> list[Piece]:
-        """The parts of tensors that lie in the slice `part`, in order."""
+    def pieces(self, part: slice, longest: int) -> list[Piece]:
+        """The parts of tensors that lie in the slice `part`, in order, none longer than `longest`."""
         pieces, start = [], 0
         for index, entry in enumerate(self.entries):
             first, last = max(start, part.start), min(start + entry.numel, part.stop)
-            if first < last:
-                pieces.append(Piece(index, entry.group, first - part.start, last - first))
+            for cut in range(first, last, longest):
+                pieces.append(Piece(index, entry.group, cut - part.start, min(longest, last - cut)))
             start += entry.numel
         return pieces
 

@@ -9,7 +9,7 @@ slice may begin and end anywhere within a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec import Struct
@@ -26,6 +26,9 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 }
 HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
 """Group entries that choose an implementation, not a result; the server chooses its own."""
+
+PIECE = 1 << 16
+"""Elements of a piece at most: 256 kB in float32, so a piece and a few gradients of it fit a second-level cache."""
 
 Value = float | int | bool | tuple[float, ...] | None
 Hyper = dict[str, Value]
@@ -92,50 +95,107 @@ def _read(text: str, label: str) -> Value:
 
 
 class SliceOptimizer:
-    """One shard's slice of the parameters, and the optimizer that steps it."""
+    """One shard's slice of the parameters, and the optimizer that steps it.
+
+    It goes over the slice piece by piece, so that taking the mean of several gradients and stepping are one pass
+    through memory. A gradient is handed in cut into the same pieces (`cut`).
+    """
 
     def __init__(self, layout: Layout, part: slice, values: Tensor, spec: OptimizerSpec) -> None:
         self.values = values
-        self.pieces = layout.pieces(part)
-        self.tensors = [values[piece.offset : piece.offset + piece.length] for piece in self.pieces]
-        groups: list[list[Tensor]] = [[] for _ in spec.groups]
-        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
-            groups[piece.group].append(tensor)
-        self.optimizer = spec.build(groups) if self.pieces else None
-        self.rates = [float(group["lr"]) for group in spec.groups]  # type: ignore[arg-type]
+        self.pieces = layout.pieces(part, PIECE)
+        self.steppers: list[Stepper] = []
+        make = SGDStepper if spec.name == "sgd" else TorchStepper
+        for piece, tensor in zip(self.pieces, self.cut(values), strict=True):
+            self.steppers.append(make(tensor, spec.name, dict(spec.groups[piece.group])))
+        self.scratch = torch.empty(max((piece.length for piece in self.pieces), default=0), dtype=values.dtype)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of a vector as long as the slice, as views."""
+        return [flat[piece.offset : piece.offset + piece.length] for piece in self.pieces]
 
     def set_hyper(self, groups: Sequence[Hyper]) -> None:
         """Take over hyper-parameters a scheduler has changed on the worker."""
-        self.rates = [float(hyper["lr"]) for hyper in groups]  # type: ignore[arg-type]
-        if self.optimizer is not None:
-            for group, hyper in zip(self.optimizer.param_groups, groups, strict=True):
-                group.update(hyper)
+        for piece, stepper in zip(self.pieces, self.steppers, strict=True):
+            stepper.hyper.update(groups[piece.group])
 
-    def apply(self, gradients: Sequence[Tensor], weight: float, absent: Sequence[frozenset[int]] | None = None) -> None:
-        """One step on the mean of `gradients` (slices) at `weight` times the learning rate.
+    def apply(
+        self,
+        gradients: Sequence[Sequence[Tensor]],
+        weight: float,
+        absent: Sequence[frozenset[int]] = (),
+        replace: bool = False,
+    ) -> None:
+        """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
-        as zero for those.
+        as zero for those. With `replace` the new values are written over the gradients, each piece while it is
+        still in the cache.
         """
-        if self.optimizer is None:
-            return
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * weight
-        mean = _mean(gradients)
-        missing = frozenset[int]().union(*absent).intersection(*absent) if absent else frozenset[int]()
-        for piece, tensor in zip(self.pieces, self.tensors, strict=True):
-            there = piece.entry not in missing
-            tensor.grad = mean[piece.offset : piece.offset + piece.length] if there else None
+        missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else None
+        for index, stepper in enumerate(self.steppers):
+            if missing is None or self.pieces[index].entry not in missing:
+                stepper.step(self._mean(gradients, index), weight)
+            if replace:
+                for gradient in gradients:
+                    gradient[index].copy_(stepper.values)
+
+    def _mean(self, gradients: Sequence[Sequence[Tensor]], index: int) -> Tensor:
+        if len(gradients) == 1:
+            return gradients[0][index]
+        first, second = gradients[0][index], gradients[1][index]
+        total = torch.add(first, second, out=self.scratch[: len(first)])
+        for gradient in gradients[2:]:
+            total += gradient[index]
+        return total.div_(len(gradients))
+
+
+class Stepper(Protocol):
+    """Steps one piece."""
+
+    values: Tensor
+    hyper: Hyper
+
+    def step(self, gradient: Tensor, weight: float) -> None: ...
+
+
+class SGDStepper:
+    """torch.optim.SGD on one piece: the same operations in the same order, without the bookkeeping around them."""
+
+    def __init__(self, values: Tensor, name: str, hyper: Hyper) -> None:
+        self.values = values
+        self.hyper = hyper
+        self.momentum: Tensor | None = None
+
+    def step(self, gradient: Tensor, weight: float) -> None:
+        hyper = self.hyper
+        if hyper["maximize"]:
+            gradient = -gradient
+        if hyper["weight_decay"]:
+            gradient = gradient.add(self.values, alpha=hyper["weight_decay"])  # type: ignore[arg-type]
+        factor = hyper["momentum"]
+        if factor:
+            if self.momentum is None:
+                self.momentum = gradient.clone()
+            else:
+                self.momentum.mul_(factor).add_(gradient, alpha=1 - hyper["dampening"])  # type: ignore[arg-type, operator]
+            gradient = gradient.add(self.momentum, alpha=factor) if hyper["nesterov"] else self.momentum  # type: ignore[arg-type]
+        self.values.add_(gradient, alpha=-hyper["lr"] * weight)  # type: ignore[operator]
+
+
+class TorchStepper:
+    """Any other elementwise optimizer on one piece: torch's own."""
+
+    def __init__(self, values: Tensor, name: str, hyper: Hyper) -> None:
+        self.values = values
+        self.hyper = hyper
+        self.optimizer = OptimizerSpec(name, (hyper,)).build([[values]])
+
+    def step(self, gradient: Tensor, weight: float) -> None:
+        (group,) = self.optimizer.param_groups
+        group.update(self.hyper)
+        group["lr"] = self.hyper["lr"] * weight  # type: ignore[operator]
+        self.values.grad = gradient
         self.optimizer.step()
-        for tensor in self.tensors:
-            tensor.grad = None
-
-
-def _mean(gradients: Sequence[Tensor]) -> Tensor:
-    if len(gradients) == 1:
-        return gradients[0]
-    total = gradients[0].clone()
-    for gradient in gradients[1:]:
-        total += gradient
-    return total.div_(len(gradients))
+        self.values.grad = None

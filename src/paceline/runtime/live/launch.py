@@ -125,11 +125,12 @@ class Driver:
 
     def turn(self) -> None:
         """Wait for something to happen, and deal with it."""
-        ended = self.waiter.wait(TICK_S)
+        ready = self.waiter.wait(TICK_S)
         while (received := self.listener.receive()) is not None:
             self.hear(wire.decode_to_driver(received[1]))
-        for sentinel in ended:
-            self.child_ended(self.children.pop(sentinel))
+        for sentinel in ready:
+            if isinstance(sentinel, int):
+                self.child_ended(self.children.pop(sentinel))
         self._strike_due()
         self._check_time()
         if self.interrupts and not self.stopping:

@@ -31,6 +31,18 @@ from paceline.tensors.optimizers import SliceOptimizer
 IDLE_S = 1.0
 
 
+class Segment:
+    """The part of a worker's segment that belongs to this shard, whole and in the optimizer's pieces."""
+
+    def __init__(self, values: Tensor, optimizer: SliceOptimizer) -> None:
+        self.values = values
+        self.pieces = optimizer.cut(values)
+        self.absent: frozenset[int] = frozenset()
+        """Tensors that have no gradient in the last push."""
+        self.holds = -1
+        """The version of the parameters that it holds; -1 while it holds a gradient."""
+
+
 class LiveServer:
     """Carries out the actions of one shard's machine."""
 
@@ -45,9 +57,8 @@ class LiveServer:
         self.waiter.watch(self.listener)
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), 0)
-        self.segments: dict[tuple[int, int], Tensor] = {}
-        """The slice of each worker's segment that belongs to this shard."""
-        self.absent: dict[tuple[int, int], frozenset[int]] = {}
+        self.segments: dict[tuple[int, int], Segment] = {}
+        """By (worker, incarnation)."""
         self.alive: set[tuple[int, int]] = set()
         self.finished = False
         self.seat: Seat
@@ -58,10 +69,11 @@ class LiveServer:
     def run(self) -> None:
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=False)))
         while not self.finished:
-            self.waiter.wait(IDLE_S)
-            while (order := self.driver.receive()) is not None:
+            ready = self.waiter.wait(IDLE_S)
+            # Views first: somebody may be waiting for the dead.
+            while self.driver in ready and (order := self.driver.receive()) is not None:
                 self.obey(wire.decode_to_server(order))
-            while (received := self.listener.receive()) is not None:
+            while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
         self.trace.close()
         self.context.close()
@@ -119,8 +131,10 @@ class LiveServer:
         handle = push.handle
         if exchange.hyper is not None:
             self.optimizer.set_hyper(exchange.hyper)
-        self.absent[handle.source, handle.incarnation] = frozenset(exchange.absent)
-        if is_finite(self.segment(handle.source, handle.incarnation)):
+        segment = self.segment(handle.source, handle.incarnation)
+        segment.absent = frozenset(exchange.absent)
+        segment.holds = -1
+        if exchange.finite:
             self.seat.tell(PushArrived(self.now(), push))
         else:
             reason = "the gradient is not finite"
@@ -128,17 +142,20 @@ class LiveServer:
             self.driver.send(wire.encode(rejected))
             self.seat.tell(PushRejected(self.now(), push, reason))
 
-    def segment(self, worker: int, incarnation: int) -> Tensor:
-        key = (worker, incarnation)
-        if key not in self.segments:
+    def segment(self, worker: int, incarnation: int) -> Segment:
+        segment = self.segments.get((worker, incarnation))
+        if segment is None:
             whole = memory.attach(self.folder / f"worker-{worker}.{incarnation}", self.layout)
-            self.segments[key] = whole[self.part]
-        return self.segments[key]
+            segment = self.segments[worker, incarnation] = Segment(whole[self.part], self.optimizer)
+        return segment
 
     def apply(self, action: Apply) -> None:
-        senders = [(handle.source, handle.incarnation) for handle in action.handles]
-        gradients = [self.segments[sender] for sender in senders]
-        self.optimizer.apply(gradients, action.weight, [self.absent[sender] for sender in senders])
+        segments = [self.segments[handle.source, handle.incarnation] for handle in action.handles]
+        pieces, absent = [segment.pieces for segment in segments], [segment.absent for segment in segments]
+        # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
+        self.optimizer.apply(pieces, action.weight, absent, replace=True)
+        for segment in segments:
+            segment.holds = action.version
         self.let_go(action.handles)
 
     def drop(self, action: Drop) -> None:
@@ -150,11 +167,13 @@ class LiveServer:
             sender = (handle.source, handle.incarnation)
             if sender not in self.alive:
                 self.segments.pop(sender, None)
-                self.absent.pop(sender, None)
 
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
-        self.segment(parameters.worker, parameters.incarnation).copy_(self.optimizer.values)
+        segment = self.segment(parameters.worker, parameters.incarnation)
+        if segment.holds != parameters.version:
+            segment.values.copy_(self.optimizer.values)
+            segment.holds = parameters.version
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.
         self.listener.send(peer, wire.encode(parameters))
@@ -173,19 +192,12 @@ def sender_of(message: Push | Pull) -> tuple[int, int]:
     return message.worker, message.incarnation
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite: a sum is one pass, and only a sum that is not needs a second look."""
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
-
-
 def main() -> None:
     die_with(int(os.environ["PACELINE_DRIVER"]))
     ignore_interrupts()
     torch.set_num_threads(1)
     folder, shard = Path(sys.argv[1]), int(sys.argv[2])
     LiveServer(folder, shard).run()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

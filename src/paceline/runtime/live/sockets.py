@@ -68,6 +68,10 @@ class Link:
         except zmq.Again:
             return None
 
+    def wait_for(self, timeout_s: float) -> bytes | None:
+        """The next message, or None if there is none within the time."""
+        return self.socket.recv() if self.socket.poll(int(timeout_s * 1000)) else None
+
     def send(self, message: bytes) -> None:
         self.socket.send(message)
 
@@ -77,14 +81,17 @@ class Waiter:
 
     def __init__(self) -> None:
         self.poller = zmq.Poller()
+        self.sources: dict[object, Listener | Link | int] = {}
 
     def watch(self, source: Listener | Link | int) -> None:
-        self.poller.register(source if isinstance(source, int) else source.socket, zmq.POLLIN)
+        polled = source if isinstance(source, int) else source.socket
+        self.sources[polled] = source
+        self.poller.register(polled, zmq.POLLIN)
 
     def forget(self, source: int) -> None:
+        del self.sources[source]
         self.poller.unregister(source)
 
-    def wait(self, timeout_s: float) -> list[int]:
-        """Block until something is there or the time is up; the file descriptors that are ready."""
-        ready = self.poller.poll(int(timeout_s * 1000))
-        return [source for source, _ in ready if isinstance(source, int)]
+    def wait(self, timeout_s: float) -> list[Listener | Link | int]:
+        """Block until something is there or the time is up; what is ready."""
+        return [self.sources[polled] for polled, _ in self.poller.poll(int(timeout_s * 1000))]

@@ -114,6 +114,8 @@ class Exchange(Struct, frozen=True, tag=True):
     """The hyper-parameters of all groups, when a scheduler has changed them."""
     absent: tuple[int, ...]
     """Tensors that have no gradient in this push."""
+    finite: bool
+    """Whether all of the gradient is: the worker looks while it copies, and all shards agree."""
 
 
 ToDriver = Describe | Log | Leave | Ready | Rejected | Finished

@@ -7,6 +7,7 @@ answer from each. The links are read only here, in the thread that calls `step`.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ from paceline.tensors.layout import Layout, flatten
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
 
 IDLE_S = 1.0
+AT_ONCE = 1 << 17
+"""Elements that are copied and looked at together: half a megabyte in float32."""
 
 
 class LiveWorker:
@@ -74,8 +77,14 @@ class LiveWorker:
         return time.monotonic() - self.epoch_s
 
     def begin(self, layout: Layout, tensors: Sequence[Tensor], optimizer: OptimizerSpec, policy: Policy | None) -> None:
-        """Describe the model, wait for the servers, and take the first parameters into `tensors`."""
+        """Describe the model, wait for the servers, and have `tensors` hold the first parameters.
+
+        On the CPU the tensors become views of the segment: what the servers write there is in the model, without
+        a copy. From its push to the answer the segment holds the gradient, so `step` does not return before.
+        """
         self.layout = layout
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.in_place = all(tensor.device.type == "cpu" for tensor in tensors)
         self.segment = memory.create(self.folder / f"worker-{self.rank}.{self.incarnation}", layout)
         self.views = layout.views(self.segment)
         self.slice_bytes = layout.slice_bytes(self.config.members.servers)
@@ -109,8 +118,11 @@ class LiveWorker:
         self.trace = TraceFile(Path(self.config.output), node, self.incarnation)
         self.seat = Seat(node, self.incarnation, machine, self, self.trace.write)
         self.seat.tell(ViewChanged(self.now(), begin.view))
-        self.flush((), None)
-        self.await_parameters(tensors)
+        self.flush()
+        self.await_parameters()
+        if self.in_place:
+            for tensor, view in zip(tensors, self.views, strict=True):
+                tensor.data = view
 
     def await_begin(self) -> wire.Begin:
         while True:
@@ -124,36 +136,32 @@ class LiveWorker:
                     case wire.Stop():
                         raise Stopped
 
-    def exchange(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], hyper: tuple[Hyper, ...]) -> None:
-        """Push a gradient; return when `tensors` hold the parameters of the next iteration."""
+    def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
+        """Push a gradient; return when the model holds the parameters of the next iteration."""
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
-        present = [gradient is not None for gradient in gradients]
-        flatten(
-            [gradient for gradient in gradients if gradient is not None],
-            [view for view, there in zip(self.views, present, strict=True) if there],
-        )
-        absent = tuple(index for index, there in enumerate(present) if not there)
-        for index in absent:
-            self.views[index].zero_()
+        absent = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
+        finite = write_gradient(gradients, self.views)
         changed = hyper if hyper != self.sent_hyper else None
         self.sent_hyper = hyper
         self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.slice_bytes))
-        self.flush(absent, changed)
-        self.await_parameters(tensors)
+        self.flush(absent, changed, finite)
+        self.await_parameters()
 
-    def await_parameters(self, tensors: Sequence[Tensor]) -> None:
+    def await_parameters(self) -> None:
+        """All shards must answer before the next iteration, so it does not matter whom we hear first."""
+        machine = self.machine
         while self.ordered is None:
-            self.waiter.wait(IDLE_S)
-            self.hear_driver()
-            for link in self.servers:
-                while (message := link.receive()) is not None:
-                    parameters = wire.decode_parameters(message)
-                    self.seat.tell(ParametersArrived(self.now(), parameters))
-            self.flush((), None)
-        with torch.no_grad():
-            flatten(self.views, tensors)
+            for shard in sorted(machine.waiting):
+                while shard in machine.waiting:
+                    message = self.servers[shard].wait_for(IDLE_S)
+                    if message is not None:
+                        self.seat.tell(ParametersArrived(self.now(), wire.decode_parameters(message)))
+            self.flush()
+        if not self.in_place:
+            flatten(self.views, self.tensors)
+        self.hear_driver()
         if self.stopping:
             raise Stopped
 
@@ -162,10 +170,10 @@ class LiveWorker:
             if isinstance(wire.decode_to_worker(message), wire.Stop):
                 self.stopping = True
 
-    def flush(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None) -> None:
+    def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, finite: bool = True) -> None:
         """Send what the machine has ordered: one message to each shard."""
         for shard, messages in self.outbox.items():
-            self.servers[shard].send(wire.encode(wire.Exchange(tuple(messages), hyper, absent)))
+            self.servers[shard].send(wire.encode(wire.Exchange(tuple(messages), hyper, absent, finite)))
         self.outbox.clear()
 
     def slow_down(self, started: float) -> None:
@@ -209,3 +217,25 @@ class LiveWorker:
 
     def answer(self, action: Answer) -> None:
         raise AssertionError(f"a worker cannot {action}")
+
+
+def write_gradient(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> bool:
+    """Copy a gradient into the segment; whether it is finite. It looks at each part while it is in the cache."""
+    finite = True
+    for gradient, view in zip(gradients, views, strict=True):
+        if gradient is None:
+            view.zero_()
+        elif view.numel() <= AT_ONCE:
+            view.copy_(gradient)
+            finite &= is_finite(view)
+        else:
+            target = view.view(-1)
+            for part, values in zip(target.split(AT_ONCE), gradient.reshape(-1).split(AT_ONCE), strict=True):
+                part.copy_(values)
+                finite &= is_finite(part)
+    return finite
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are: a sum is one pass, and only a sum that is not finite needs a second look."""
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())

@@ -51,7 +51,8 @@ class VirtualServer:
         engine.at(arrival, MESSAGE, lambda: self.seat.tell(event))
 
     def apply(self, action: Apply) -> None:
-        gradients = [self.simulation.gradients.take(handle, self.shard) for handle in action.handles]
+        take, cut = self.simulation.gradients.take, self.optimizer.cut
+        gradients = [cut(take(handle, self.shard)) for handle in action.handles]
         self.optimizer.apply(gradients, action.weight)
         self.consumed += len(gradients)
         self.updates += 1

@@ -1,0 +1,1 @@
+"""Benchmarks: paceline beside what a user would pick instead, in one run. `paceline bench exchange | straggler`."""

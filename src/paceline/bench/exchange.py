@@ -1,0 +1,125 @@
+"""`paceline bench exchange`: push a gradient, get parameters back; paceline, DDP, torch RPC and Ray side by side.
+
+Everybody is warm (the first exchanges are thrown away), rounds are interleaved, the median counts. Beside each
+figure stands the floor: the bytes that must move, over the copy bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline import session
+from paceline.api import launch
+from paceline.bench import peers
+from paceline.optim import Optimizer
+
+SIZES = {100_000: (100, 1000), 1_000_000: (100, 300), 10_000_000: (10, 50)}
+"""Parameters: (exchanges thrown away, exchanges measured)."""
+
+
+@dataclass
+class Row:
+    mode: str
+    params: int
+    workers: int
+    paceline: float
+    unit: str
+    peers: dict[str, float]
+    ratio: float
+    floor: float
+    shared_floats: float
+    """Floats in /dev/shm and in the server, over `params`: at most workers + 2 (SGD has no state)."""
+
+
+def run(sizes: list[int], workers: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for params in sizes:
+        warm, count = SIZES.get(params, (100, max(20, 300_000_000 // params // 10)))
+        options = {"params": params, "warm": warm, "count": count}
+        for mode in ("asp", "bsp"):
+            rows.append(_row(mode, params, workers, rounds, options, say))
+    return rows
+
+
+def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, Any], say: Callable[[str], None]) -> Row:
+    ours: list[float] = []
+    shared: list[float] = []
+    theirs: dict[str, list[float]] = {}
+    for number in range(rounds):
+        rate, floats = measure_paceline(mode, workers, options)
+        ours.append(rate if mode == "asp" else 1000 * workers / rate)
+        shared.append(floats)
+        for name, value in _measure_peers(mode, workers, options).items():
+            theirs.setdefault(name, []).append(value)
+        latest = ", ".join(f"{name} {values[-1]:.4g}" for name, values in theirs.items())
+        say(f"{mode} {params:.0e} round {number + 1}/{rounds}: paceline {ours[-1]:.4g}, {latest}")
+    medians = {name: statistics.median(values) for name, values in theirs.items()}
+    value = statistics.median(ours)
+    faster = mode == "asp"
+    ratio = value / max(medians.values()) if faster else min(medians.values()) / value
+    unit = "pushes/s" if faster else "ms/iteration"
+    return Row(mode, params, workers, value, unit, medians, ratio, _floor(mode, params, workers), max(shared))
+
+
+def _measure_peers(mode: str, workers: int, options: dict[str, Any]) -> dict[str, float]:
+    if mode == "bsp":
+        return {"ddp": max(peers.measure("ddp", workers, options))}
+    measured = {"torch_rpc": sum(peers.measure("rpc", workers + 1, options))}
+    if peers.has_ray():
+        measured["ray"] = peers.measure("ray", workers, options)[0]
+    return measured
+
+
+def measure_paceline(mode: str, workers: int, options: dict[str, Any]) -> tuple[float, float]:
+    """Pushes a second of all workers together, and floats of shared memory over parameters."""
+
+    def work() -> None:
+        world = session.init()
+        parameter = torch.nn.Parameter(torch.zeros(options["params"]))
+        parameter.grad = torch.full((options["params"],), 1e-6)
+        opt = Optimizer(torch.optim.SGD([parameter], lr=0.1))
+        for _ in range(options["warm"]):
+            opt.step()
+        began = time.perf_counter()
+        for _ in range(options["count"]):
+            opt.step()
+        rate = options["count"] / (time.perf_counter() - began)
+        assert world.live is not None
+        held = sum(
+            os.stat(entry).st_size for entry in os.scandir(world.live.folder) if entry.name.startswith(("worker", "i"))
+        )
+        session.log(loss=rate, accuracy=held / (4 * options["params"]))
+
+    run = launch(work, workers=workers, servers=1, policy=mode)
+    rates = [point.loss for point in run.history if point.loss is not None]
+    held = [point.accuracy for point in run.history if point.accuracy is not None]
+    # The server's own copy of the parameters is the one that is not in /dev/shm.
+    return sum(rates), max(held) + 1
+
+
+def _floor(mode: str, params: int, workers: int) -> float:
+    """The best that memory allows: copying the gradient in (read, write) and applying it (read it, read and write
+    the parameters, write them back), over the bandwidth of a copy on all cores."""
+    bandwidth = copy_bandwidth()
+    moved = 4 * params * 6
+    if mode == "asp":
+        return bandwidth / moved
+    return 1000 * workers * moved / bandwidth
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy of 64 MB moves (read plus write), with all cores."""
+    source, target = torch.ones(1 << 24), torch.empty(1 << 24)
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = max(best, 2 * 4 * (1 << 24) / (time.perf_counter() - began))
+    return best

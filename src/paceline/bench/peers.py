@@ -1,0 +1,231 @@
+"""What a user would pick instead of paceline, each in processes of its own on this machine.
+
+    ddp        all-reduce of the gradient over Gloo, then SGD: data-parallel training
+    averaging  post-local SGD: local steps, then the models are averaged over Gloo
+    rpc        a parameter server on torch RPC (TensorPipe; shared memory on one host)
+    ray        Ray's parameter-server pattern, when ray is installed
+
+A peer's worker is a function of (rank, size, store, options) that returns plain numbers; `measure` runs it in
+`size` processes. It gets what favours it: no framework around the exchange, and everything warm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline import cluster as clusters
+from paceline import workloads
+from paceline.dealing import Dealer
+from paceline.errors import PacelineError
+from paceline.run import Point, Target
+
+Options = dict[str, Any]
+Worker = Callable[[int, int, str, Options], Any]
+
+
+def measure(peer: str, size: int, options: Options, timeout_s: float = 300.0) -> list[Any]:
+    """Run a peer in `size` processes; what each of them returned."""
+    if peer == "ray":
+        return [_alone(_ray, size, options)]
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        command = [sys.executable, "-m", "paceline.bench.peers", peer]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        arguments = [json.dumps([rank, size, f"{folder}/store", options]) for rank in range(size)]
+        processes = [
+            subprocess.Popen([*command, text], stdout=subprocess.PIPE, env=environment, text=True) for text in arguments
+        ]
+        try:
+            outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in processes):
+        raise PacelineError(f"the peer {peer} failed with exit codes {[process.returncode for process in processes]}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
+
+
+def _join(rank: int, size: int, store: str) -> None:
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+
+
+def exchange_ddp(rank: int, size: int, store: str, options: Options) -> float:
+    """Milliseconds of one iteration: all-reduce, mean, SGD."""
+    _join(rank, size, store)
+    parameter = torch.nn.Parameter(torch.zeros(options["params"]))
+    parameter.grad = torch.full((options["params"],), 1e-6)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def iterate(count: int) -> None:
+        for _ in range(count):
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(size)
+            optimizer.step()
+
+    iterate(options["warm"])
+    dist.barrier()
+    began = time.perf_counter()
+    iterate(options["count"])
+    return float(1000 * (time.perf_counter() - began) / options["count"])
+
+
+class _Parameters:
+    """The server's state in the RPC peer; it lives in rank 0's process."""
+
+    values: torch.Tensor
+
+
+def _push_pull(gradient: torch.Tensor) -> torch.Tensor:
+    return _Parameters.values.add_(gradient, alpha=-0.1)
+
+
+def exchange_rpc(rank: int, size: int, store: str, options: Options) -> float:
+    """Pushes a second of one worker (rank 0 is the server)."""
+    import torch.distributed.rpc as rpc
+
+    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    if rank == 0:
+        _Parameters.values = torch.zeros(options["params"])
+    rpc.init_rpc(f"node{rank}", rank=rank, world_size=size, rpc_backend_options=backend)
+    rate = 0.0
+    if rank:
+        gradient = torch.full((options["params"],), 1e-6)
+        for _ in range(options["warm"]):
+            rpc.rpc_sync("node0", _push_pull, args=(gradient,))
+        began = time.perf_counter()
+        for _ in range(options["count"]):
+            rpc.rpc_sync("node0", _push_pull, args=(gradient,))
+        rate = options["count"] / (time.perf_counter() - began)
+    rpc.shutdown()
+    return rate
+
+
+def _ray(size: int, options: Options) -> float:
+    """Pushes a second of all workers together."""
+    ray: Any = importlib.import_module("ray")
+    ray.init(num_cpus=size + 1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+
+    class Server:
+        def __init__(self) -> None:
+            self.values = np.zeros(options["params"], dtype=np.float32)
+
+        def push_pull(self, gradient: Any) -> Any:
+            self.values -= 0.1 * gradient
+            return self.values
+
+    def work(server: Any) -> float:
+        gradient = np.full(options["params"], 1e-6, dtype=np.float32)
+        for _ in range(options["warm"]):
+            ray.get(server.push_pull.remote(gradient))
+        began = time.perf_counter()
+        for _ in range(options["count"]):
+            ray.get(server.push_pull.remote(gradient))
+        return float(options["count"] / (time.perf_counter() - began))
+
+    try:
+        server, worker = ray.remote(Server).remote(), ray.remote(work)
+        return float(sum(ray.get([worker.remote(server) for _ in range(size)])))
+    finally:
+        ray.shutdown()
+
+
+def _alone(work: Callable[[int, Options], float], size: int, options: Options) -> float:
+    """In a process of its own, so that nothing of it stays."""
+    text = json.dumps([0, size, "", options])
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.bench.peers", "ray", text], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise PacelineError(f"the peer ray failed: {done.stderr.strip().splitlines()[-1:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def straggler(rank: int, size: int, store: str, options: Options) -> dict[str, float | None]:
+    """Train digits over Gloo until the target; `local_steps` 1 is DDP, more is post-local SGD.
+
+    Every worker sleeps as the scenario says. Worker 0 evaluates after each exchange; the others learn from it
+    whether to go on with the next one, so nobody does an extra round trip.
+    """
+    _join(rank, size, store)
+    workload = workloads.load("digits-mlp")
+    target = Target.parse(options["target"])
+    duration = clusters.load(options["cluster"]).durations(rank, size, options["seed"])
+    module = workload.module(options["seed"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=options["lr"])
+    dealer = Dealer(len(workload.train[0]), size, workload.batch, options["seed"])
+    tensors = list(module.parameters())
+    local_steps: int = options["local_steps"]
+    stop = torch.zeros(1)
+    dist.barrier()
+    began = time.monotonic()
+    reached: float | None = None
+    iteration = 0
+    while iteration < options["iterations"]:
+        started = time.monotonic()
+        samples = torch.from_numpy(dealer.deal(rank, iteration))
+        optimizer.zero_grad()
+        workload.loss(module(workload.train[0][samples]), workload.train[1][samples]).backward()
+        time.sleep(max(0.0, duration() - (time.monotonic() - started)))
+        iteration += 1
+        if local_steps == 1:
+            _average([tensor.grad for tensor in tensors if tensor.grad is not None], stop, size)
+        optimizer.step()
+        if local_steps > 1 and iteration % local_steps == 0:
+            _average([tensor.data for tensor in tensors], stop, size)
+        if iteration % local_steps == 0:
+            if stop.item() > 0:
+                break
+            if rank == 0 and reached is None:
+                measured = workload.evaluate(module)
+                point = Point(time.monotonic() - began, iteration, measured["loss"], measured["accuracy"])
+                if target.reached(point):
+                    reached = point.time_s
+                    stop.fill_(1.0)
+    return {"time_to_target_s": reached, "iterations": iteration}
+
+
+def _average(tensors: list[torch.Tensor], stop: torch.Tensor, size: int) -> None:
+    """One all-reduce of everything, with the word to stop in its last element."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors] + [stop])
+    dist.all_reduce(flat)
+    flat.div_(size)
+    start = 0
+    for tensor in [*tensors, stop]:
+        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
+
+
+WORKERS: dict[str, Worker] = {"ddp": exchange_ddp, "rpc": exchange_rpc, "straggler": straggler}
+
+
+def main() -> None:
+    """`python -m paceline.bench.peers PEER JSON`: one process of a peer."""
+    torch.set_num_threads(1)
+    rank, size, store, options = json.loads(sys.argv[2])
+    result = _ray(size, options) if sys.argv[1] == "ray" else WORKERS[sys.argv[1]](rank, size, store, options)
+    print(json.dumps(result), flush=True)
+    # Gloo's and TensorPipe's threads have nothing more to say.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

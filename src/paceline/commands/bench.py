@@ -1,0 +1,100 @@
+"""`paceline bench exchange` and `paceline bench straggler`: paceline beside what you would pick instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from paceline.api import check_count
+from paceline.bench import exchange, straggler
+from paceline.commands.options import Outputs, write_whole
+from paceline.commands.screen import console
+
+
+def _say(line: str) -> None:
+    console.print(line, soft_wrap=True)
+
+
+@dataclass(kw_only=True)
+class BenchExchange:
+    """Push a gradient, get parameters back: paceline, DDP over Gloo, torch RPC, and Ray if it is installed.
+
+    paceline bench exchange --params 100000 1000000 10000000 --json exchange.json
+    """
+
+    params: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
+    """Sizes of the model, in float32."""
+    workers: int = 4
+    """How many workers push."""
+    rounds: int = 5
+    """Interleaved rounds; the median counts."""
+    json: str | None = None
+    """Write the results as JSON to this file."""
+
+    def main(self) -> int:
+        Outputs(json=self.json).check()
+        for name, value in (("workers", self.workers), ("rounds", self.rounds), *(("params", p) for p in self.params)):
+            check_count(name, value)
+        rows = exchange.run(list(self.params), self.workers, self.rounds, _say)
+        table = Table(title=f"exchange, {self.workers} workers, 1 server", title_justify="left", box=SIMPLE_HEAD)
+        for heading in ("mode", "params", "paceline", "floor", "peers", "ratio", "memory / params"):
+            table.add_column(heading, justify="left" if heading in ("mode", "peers") else "right", no_wrap=True)
+        for row in rows:
+            others = ", ".join(f"{name} {value:.4g}" for name, value in row.peers.items())
+            table.add_row(
+                row.mode, f"{row.params:.0e}", f"{row.paceline:.4g} {row.unit}", f"{row.floor:.4g}", others,
+                f"{row.ratio:.2f}x", f"{row.shared_floats:.2f}",
+            )  # fmt: skip
+        console.print(table)
+        if self.json is not None:
+            data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
+            _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
+        return 0
+
+
+@dataclass(kw_only=True)
+class BenchStraggler:
+    """Time to an accuracy under stragglers: paceline's policies, DDP and periodic model averaging over Gloo.
+
+    paceline bench straggler --workers 8 --json straggler.json
+    """
+
+    workers: int = 8
+    """How many workers train."""
+    cluster: str = "random-slowdown:factor=6,compute_s=0.02"
+    """Who is slow, and when; the same for all."""
+    target: str = "accuracy=0.95"
+    """What to reach."""
+    lr: float = 0.1
+    """The learning rate of all."""
+    rounds: int = 3
+    """Rounds with different seeds; the median counts."""
+    seed: int = 0
+    """Of the first round."""
+    json: str | None = None
+    """Write the results as JSON to this file."""
+
+    def main(self) -> int:
+        Outputs(json=self.json).check()
+        check_count("workers", self.workers)
+        check_count("rounds", self.rounds)
+        setting = straggler.Setting(self.workers, self.cluster, self.target, self.lr, self.seed)
+        rows, ratio = straggler.run(setting, self.rounds, _say)
+        table = Table(title=f"time to {self.target}, {self.workers} workers", title_justify="left", box=SIMPLE_HEAD)
+        for heading in ("name", "time to target", "iterations"):
+            table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
+        for row in rows:
+            took = "missed" if row.time_to_target_s is None else f"{row.time_to_target_s:.1f} s"
+            table.add_row(row.name, took, f"{row.iterations:g}")
+        console.print(table)
+        for peer, value in ratio.items():
+            if value is not None:
+                _say(f"the best policy is {value:.2f}x sooner than {peer}")
+        if self.json is not None:
+            data = json.dumps({"rows": [asdict(row) for row in rows], "ratio": ratio}, indent=2)
+            _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
+        return 0

@@ -1,0 +1,74 @@
+"""Events, actions and messages in words: one line for a person, the same in stories, test scripts and errors."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.events import (
+    Event,
+    GradientReady,
+    ParametersArrived,
+    PullArrived,
+    PushArrived,
+    PushRejected,
+    ViewChanged,
+)
+from paceline.core.messages import Handle, Message, Parameters, Pull, Push
+
+Process = tuple[int, int]
+"""One life of a worker: its rank and its incarnation."""
+
+
+def author(handle: Handle) -> Process:
+    return handle.source, handle.incarnation
+
+
+def asker(message: Pull | Parameters) -> Process:
+    return message.worker, message.incarnation
+
+
+def name(process: Process) -> str:
+    """'1' for the first life of worker 1, '1.2' for its third."""
+    rank, incarnation = process
+    return f"{rank}.{incarnation}" if incarnation else f"{rank}"
+
+
+def in_words(thing: Event | Action | Message) -> str:
+    """One line for a person, the same in stories and in the test scripts."""
+    match thing:
+        case ViewChanged(view=view):
+            return f"view {view.number} of workers {', '.join(map(name, view.members)) or 'none'}"
+        case PushArrived(push=push):
+            return in_words(push)
+        case PushRejected(push=push, reason=reason):
+            return f"{in_words(push)} rejected, {reason}"
+        case PullArrived(pull=pull):
+            return in_words(pull)
+        case ParametersArrived(parameters=parameters):
+            return f"answer of shard {parameters.shard} to {in_words(parameters)}"
+        case GradientReady(iteration=iteration):
+            return f"gradient of iteration {iteration} ready"
+        case Push(handle):
+            return f"push of iteration {handle.iteration} by worker {name(author(handle))}"
+        case Pull(iteration=iteration):
+            return f"pull of iteration {iteration} by worker {name(asker(thing))}"
+        case Parameters(iteration=iteration, version=version, dropped=dropped):
+            after = ", your push was dropped" if dropped else ""
+            return f"worker {name(asker(thing))}: compute {iteration} on version {version}{after}"
+        case Compute(iteration):
+            return f"compute iteration {iteration}"
+        case Send(to, message):
+            return f"send {to} the {in_words(message)}"
+        case Apply(handles, weight, version):
+            which = " and ".join(f"{handle.iteration} of worker {name(author(handle))}" for handle in handles)
+            return f"apply iteration {which} at weight {weight:.3g}, making version {version}"
+        case Drop(handle, reason):
+            return f"drop the {in_words(Push(handle))}: {reason}"
+        case Answer(parameters, reason, released_by):
+            by = f", by worker {released_by}" if released_by >= 0 else ""
+            return f"answer {in_words(parameters)}{f' (was parked: {reason}{by})' if reason else ''}"
+        case Park(pull, reason):
+            return f"park the {in_words(pull)}: {reason}"
+        case _:
+            assert_never(thing)

@@ -1,0 +1,168 @@
+"""The judge: what one shard was told and what it ordered, kept apart from the machine, the naive way, and slow."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.messages import Handle, Parameters, Pull, View
+from paceline.core.policy import CentralPolicy
+from paceline.core.words import Process, asker, author, in_words, name
+from paceline.policies.bsp import BSP
+from paceline.testing.story import Story
+
+
+class Ledger:
+    """`note` an event, then `judge` what the shard ordered. The rules are those listed in `paceline.testing`."""
+
+    def __init__(self, policy: CentralPolicy, story: Story, patience: int) -> None:
+        self.policy = policy
+        self.workers = story.trace.header.members.workers
+        self.expect = story.expect
+        self.patience = patience
+        self.view = View(0, ())
+        self.next: dict[Process, int] = {}
+        """Of the members: the first iteration that was neither pushed nor skipped."""
+        self.pushed: set[tuple[Process, int]] = set()
+        """(process, iteration) whose push came from a member -> whether it was good."""
+        self.V = self.V_before = 0
+        self.enough: dict[int, int] = {}
+        """Of each finished iteration: how many live members' gradients its step is on, under a policy with `extra`."""
+        self.heard: dict[Process, int] = {}
+        """The iteration each process asked for last. Its pulls rise: one that does not is a copy."""
+        self.asked: dict[Process, Pull] = {}
+        """Pulls not answered yet."""
+        self.parked: set[Process] = set()
+        self.lowest: dict[Process, int] = {}
+        """The smallest `next` of all members at the answer each process got last."""
+        self.fate: dict[Handle, str] = {}
+        """Of each gradient that arrived: good, bad (rejected, or from a stranger), consumed."""
+        self.dropped: set[Process] = set()
+        self.version = 0
+
+    def note(self, event: Event) -> None:
+        self.V_before = self.V
+        match event:
+            case ViewChanged(view=view) if view.number > self.view.number:
+                self.view = view
+                self.next = {process: at for process, at in self.next.items() if process in view.members}
+                self.rise()
+                self.next = dict.fromkeys(view.members, self.V) | self.next
+                self.parked &= self.next.keys()
+                for process, pull in self.asked.items():
+                    self.promise(process, pull.iteration)
+            case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
+                self.note_push(push.handle, good=isinstance(event, PushArrived))
+            case PullArrived(pull=pull) if pull.iteration > self.heard.get(asker(pull), -1):
+                self.heard[asker(pull)] = pull.iteration
+                self.asked[asker(pull)] = pull
+                self.parked.discard(asker(pull))
+                self.promise(asker(pull), pull.iteration)
+        self.asked = {process: pull for process, pull in self.asked.items() if not self.is_ghost(process)}
+        self.rise()
+
+    def note_push(self, handle: Handle, good: bool) -> None:
+        process = author(handle)
+        self.fate[handle] = "good" if good and process in self.next else "bad"
+        self.dropped.discard(process)
+        if process in self.next and good:
+            self.pushed.add((process, handle.iteration))
+        self.promise(process, handle.iteration + 1)
+
+    def promise(self, process: Process, iteration: int) -> None:
+        if process in self.next:
+            self.next[process] = max(self.next[process], iteration)
+
+    def rise(self) -> None:
+        while any(at > self.V for at in self.next.values()):
+            there = sum((process, self.V) in self.pushed for process in self.next)
+            passed = sum(at > self.V for at in self.next.values())
+            expected = len(self.next) - (passed - there)
+            if not self.policy.finishes(there, expected, self.workers):
+                break
+            if (extra := getattr(self.policy, "extra", None)) is not None:
+                self.enough[self.V] = min(self.workers - extra, expected)
+            self.V += 1
+
+    def is_ghost(self, process: Process) -> bool:
+        """Not a member, and a later life of the same rank was named or has asked."""
+        lives = [life for rank, life in (*self.view.members, *self.asked) if rank == process[0]]
+        return process not in self.next and process[1] < max(lives)
+
+    def judge(self, actions: list[Action]) -> None:
+        for action in actions:
+            what = in_words(action)
+            match action:
+                case Apply():
+                    self.judge_apply(action, what)
+                case Drop(handle):
+                    fate = self.fate.get(handle, "not here")
+                    self.expect(fate in ("good", "bad"), "handles", f"{what}, but it is {fate}")
+                    late = handle.iteration < self.V_before
+                    self.expect(late or fate == "bad", "late", f"{what}, at V={self.V_before}")
+                    self.fate[handle] = "consumed"
+                    self.dropped.add(author(handle))
+                case Answer(parameters):
+                    self.judge_answer(parameters, what)
+                case Park():
+                    self.judge_park(action, what)
+                case Compute() | Send():
+                    self.expect(False, "answer", f"a shard may not {what}")
+                case _:
+                    assert_never(action)
+        for process, pull in self.asked.items():
+            if process in self.next:
+                self.expect(process in self.parked, "parked", f"not even parked: {in_words(pull)}")
+                others_at = [at for other, at in self.next.items() if other != process]
+                waits = any(at < pull.iteration + self.patience for at in others_at)
+                self.expect(waits, "parked", f"waits for nobody: {in_words(pull)}")
+
+    def judge_apply(self, apply: Apply, what: str) -> None:
+        for handle in apply.handles:
+            fate = self.fate.get(handle, "not here")
+            self.expect(fate == "good", "handles", f"{what}, but {handle} is {fate}")
+            self.fate[handle] = "consumed"
+        sound = apply.handles and apply.version == self.version + 1 and 0 < apply.weight <= 1
+        self.expect(bool(sound), "handles", f"{what}, the version was {self.version}")
+        if not self.policy.on_arrival:
+            iterations = {handle.iteration for handle in apply.handles}
+            finished = len(iterations) == 1 and self.V_before <= min(iterations) < self.V
+            self.expect(finished, "mean", f"{what}, V rose from {self.V_before} to {self.V}")
+            stale = [handle for handle in apply.handles if handle.version != self.version]
+            self.expect(not stale, "mean", f"{what} has stale gradients: {stale}")
+            there = sum(author(handle) in self.next for handle in apply.handles)
+            enough = self.enough.get(min(iterations), there)
+            self.expect(there == enough, "enough", f"{what}: {there} live members' gradients instead of {enough}")
+            self.V_before = min(iterations) + 1
+        self.version = apply.version
+
+    def judge_answer(self, parameters: Parameters, what: str) -> None:
+        process = asker(parameters)
+        pull = self.asked.pop(process, None)
+        self.parked.discard(process)
+        asked = process in self.next and pull is not None and pull.iteration <= parameters.iteration
+        self.expect(asked, "answer", f"{what}, which asked for {pull}")
+        self.expect(parameters.version == self.version, "answer", f"{what}, the version is {self.version}")
+        self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
+        self.lowest[process] = min(self.next.values())
+        self.judge_bound(process, parameters.iteration)
+
+    def judge_bound(self, process: Process, iteration: int) -> None:
+        bound = getattr(self.policy, "staleness", 0 if isinstance(self.policy, BSP) else None)
+        lowest = self.lowest.get(process, 0)
+        fine = bound is None or lowest >= iteration - bound
+        self.expect(fine, "bound", f"worker {name(process)} at {iteration}, a member at {lowest} (s={bound})")
+
+    def judge_park(self, park: Park, what: str) -> None:
+        process = asker(park.pull)
+        asked = self.asked.get(process) == park.pull and process not in self.parked
+        self.expect(asked, "parked", f"nobody asked, or it is parked already: {what}")
+        others = {rank for rank, _ in self.next} - {park.pull.worker}
+        known = set(park.waits_for) <= others and 0 < park.waits_for_count <= len(others) and park.reason
+        self.expect(bool(known), "parked", f"for whom? {what}")
+        self.parked.add(process)
+
+    def left(self) -> list[Handle]:
+        """Gradients that were neither applied nor dropped."""
+        return [handle for handle, fate in self.fate.items() if fate != "consumed"]

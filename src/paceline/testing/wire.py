@@ -1,0 +1,206 @@
+"""The fake wire: machines, what is in flight between them, workers that die and come back. See `paceline.testing`."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+from typing import Any
+
+from paceline.core.actions import Answer, Compute, Send
+from paceline.core.events import (
+    Event,
+    GradientReady,
+    ParametersArrived,
+    PullArrived,
+    PushArrived,
+    PushRejected,
+    ViewChanged,
+)
+from paceline.core.machine import Machine
+from paceline.core.messages import Members, Message, Node, Parameters, Pull, Push, Role, View
+from paceline.core.policy import CentralPolicy
+from paceline.core.trace import Header, Record
+from paceline.core.words import Process, asker, in_words, name
+from paceline.testing.ledger import Ledger
+from paceline.testing.story import PolicyBroken, Story
+
+Link = tuple[Process, int, bool]
+"""What joins a process and a shard, in one direction (True: to the shard)."""
+
+MachineFactory = Callable[[Role, int, Members, int], Machine]
+"""`policy.machine`, or a substitute that breaks a rule on purpose."""
+
+
+class Run:
+    """One random run: the machines, what is in flight, and the authority on membership."""
+
+    def __init__(
+        self, policy: CentralPolicy, header: Header, iterations: int, patience: int, make: MachineFactory
+    ) -> None:
+        self.story = Story(header)
+        self.members = header.members
+        self.iterations = iterations
+        self.make = make
+        self.ledgers = [Ledger(policy, self.story, patience) for _ in range(self.members.servers)]
+        self.random = Random(header.seed)
+        self.now = 0.0
+        self.order = count()
+        self.flight: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.links: defaultdict[Link, deque[Message]] = defaultdict(deque)
+        self.slowness = self.random.choice((0.1, 0.5, 2.0))
+        self.pace: defaultdict[Any, float] = defaultdict(lambda: self.random.choice((0.3, 1.0, 1.0, 8.0)))
+        self.shards = [self.start("server", shard) for shard in range(self.members.servers)]
+        self.processes: dict[Process, Machine] = {}
+        self.expelled: set[Process] = set()
+        """Those that were given up but go on."""
+        self.computed: dict[Process, int] = {}
+        self.incarnations: dict[int, int] = {}
+        self.view = View(0, ())
+        self.faults = False
+
+    def start(self, role: Role, rank: int) -> Machine:
+        machine = self.make(role, rank, self.members, self.story.trace.header.seed)
+        machine.checks = True
+        return machine
+
+    def play(self, faults: bool) -> Story:
+        self.faults = faults
+        self.join(*range(self.members.workers))
+        usual = (1 + 3 * self.members.servers) * self.members.workers * self.iterations
+        kills, joins = self.random.randint(0, 4) * faults, self.random.randint(0, 1) * faults
+        troubles = [(self.random.randrange(usual), trouble) for trouble in [self.kill] * kills + [self.join] * joins]
+        for done in count():
+            for when, trouble in troubles:
+                if when == done:
+                    trouble()
+            if not self.flight or done > 100 * usual:
+                break
+            self.now, _, deliver, what = heappop(self.flight)
+            deliver(*what)
+        self.judge_end()
+        return self.story
+
+    def judge_end(self) -> None:
+        self.story.expect(not self.flight, "hang", "the run does not come to an end")
+        stuck = [name(process) for process in self.processes if process not in self.expelled]
+        asked = [in_words(pull) for ledger in self.ledgers for pull in ledger.asked.values()]
+        self.story.expect(not stuck, "hang", f"nothing is in flight, workers {stuck} are not done: {asked}")
+        for ledger in self.ledgers:
+            left = ledger.left()
+            self.story.expect(not left, "handles", f"never applied nor dropped: {left}")
+
+    def later(self, delay: float, deliver: Callable[..., None], *what: Any) -> None:
+        heappush(self.flight, (self.now + delay, next(self.order), deliver, what))
+
+    def delay(self) -> float:
+        return self.random.expovariate(1 / self.slowness)
+
+    def send(self, link: Link, message: Message) -> None:
+        self.links[link].append(message)
+        self.later(self.delay() * self.pace[link], self.deliver, link)
+
+    def deliver(self, link: Link) -> None:
+        """The oldest message of a link arrives, unless it was cut off."""
+        process, shard, _ = link
+        match self.links[link].popleft() if self.links[link] else None:
+            case Push() as push:
+                self.push(shard, push)
+                if self.faults and self.random.random() < 0.05:
+                    self.later(self.delay() * 5, self.push, shard, push)
+            case Pull() as pull:
+                self.step(Node("server", shard), PullArrived(self.now, pull))
+                if self.faults and self.random.random() < 0.05:
+                    self.later(self.delay() * 5, self.pull_again, shard, pull)
+            case Parameters() as parameters:
+                self.step(Node("worker", process[0]), ParametersArrived(self.now, parameters), process)
+
+    def push(self, shard: int, push: Push) -> None:
+        bad = self.faults and self.random.random() < 0.03
+        event = PushRejected(self.now, push, "not finite") if bad else PushArrived(self.now, push)
+        self.step(Node("server", shard), event)
+
+    def pull_again(self, shard: int, pull: Pull) -> None:
+        self.step(Node("server", shard), PullArrived(self.now, pull))
+
+    def step(self, node: Node, event: Event, process: Process = (0, 0)) -> None:
+        """Hand an event to a machine, judge what it orders, carry it out. The dead hear nothing."""
+        machine = self.shards[node.rank] if node.role == "server" else self.processes.get(process)
+        if machine is None:
+            return
+        self.story.counts["deliveries"] += 1
+        try:
+            actions = machine.handle(event)
+        except Exception as error:
+            self.story.trace.records.append(Record(node, process[1], event, ()))
+            raise PolicyBroken("machine", f"{node}: {type(error).__name__}: {error}", self.story) from error
+        self.story.trace.records.append(Record(node, process[1], event, tuple(actions)))
+        if node.role == "server":
+            self.ledgers[node.rank].note(event)
+            self.ledgers[node.rank].judge(actions)
+        for action in actions:
+            self.story.counts[type(action).__name__] += 1
+            match action:
+                case Answer(parameters):
+                    self.send((asker(parameters), node.rank, False), parameters)
+                case Send(to, message):
+                    self.send((process, to.rank, True), message)
+                case Compute():
+                    self.compute(process, action)
+
+    def compute(self, process: Process, compute: Compute) -> None:
+        new = compute.iteration > self.computed.get(process, -1)
+        self.story.expect(new, "answer", f"worker {name(process)} is to {in_words(compute)} again")
+        self.computed[process] = compute.iteration
+        for ledger in self.ledgers:
+            ledger.judge_bound(process, compute.iteration)
+        if compute.iteration < self.iterations:
+            duration = self.pace[process] * self.random.uniform(0.5, 1.5)
+            sizes = self.story.trace.header.slice_bytes
+            ready = GradientReady(self.now + duration, compute.iteration, compute.attempt, sizes)
+            self.later(duration, self.step, Node("worker", process[0]), ready, process)
+        else:
+            del self.processes[process]
+            self.lose(process)
+
+    def kill(self) -> None:
+        """A worker dies, or is only thought to have died."""
+        victims = sorted(self.processes.keys() - self.expelled)
+        if not victims:
+            return
+        self.story.counts["kills"] += 1
+        victim = self.random.choice(victims)
+        if victim in self.computed and self.random.random() < 0.2:
+            self.expelled.add(victim)
+        else:
+            del self.processes[victim]
+            for shard in range(self.members.servers):
+                sent = self.links[victim, shard, True]
+                for _ in range(self.random.randint(0, len(sent))):
+                    sent.pop()
+        self.later(self.delay(), self.lose, victim)
+        if len(victims) == 1 or self.random.random() < 0.6:
+            self.later(self.delay(), self.join, victim[0])
+
+    def lose(self, process: Process) -> None:
+        if process in self.view.members:
+            self.announce({rank: life for rank, life in self.view.members if rank != process[0]})
+
+    def join(self, *ranks: int) -> None:
+        """These ranks start, under their next incarnation; without any, a new one does."""
+        started = {rank: self.incarnations.get(rank, -1) + 1 for rank in ranks or [len(self.incarnations)]}
+        self.story.counts["joins"] += len(started)
+        self.incarnations |= started
+        for process in started.items():
+            self.processes[process] = self.start("worker", process[0])
+        self.announce(dict(self.view.members) | started)
+
+    def announce(self, members: dict[int, int]) -> None:
+        self.view = View(self.view.number + 1, tuple(sorted(members.items())))
+        receivers = [(Node("server", shard), (0, 0)) for shard in range(self.members.servers)]
+        receivers += [(Node("worker", process[0]), process) for process in self.processes]
+        for node, process in receivers:
+            delay = self.delay() * self.random.choice((1, 4))
+            self.later(delay, self.step, node, ViewChanged(self.now + delay, self.view), process)
