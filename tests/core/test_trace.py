@@ -50,7 +50,7 @@ class TestBytes:
         lines = trace.to_bytes().splitlines()
         assert len(lines) == 1 + len(trace)
         header = msgspec.json.decode(lines[0])
-        assert header == ["Header", "testing", "backup:extra=1", [4, 3], 3, [8, 8, 8]]
+        assert header == ["Header", "testing", "backup:extra=1", [4, 3], 14, [8, 8, 8]]
         for line in lines[1:]:
             assert msgspec.json.decode(line)[0] == "Record"
 
