@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline import policies, session
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
+from paceline.tensors import state
 from paceline.tensors.layout import layout_of
-from paceline.tensors.optimizers import describe, hyper_of
+from paceline.tensors.optimizers import Hyper, describe, hyper_of
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.worker import Described
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -29,6 +33,8 @@ class Optimizer(torch.optim.Optimizer):
     `policy` says who waits for whom (`paceline run --policy` beats it). `model` is optional: with it the
     saved parameters bear the model's names.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self, inner: torch.optim.Optimizer, policy: str | Policy | None = None, model: nn.Module | None = None
@@ -43,16 +49,29 @@ class Optimizer(torch.optim.Optimizer):
         self.live = session.init().live
         self.steps = 0
         if self.live is not None:
-            names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
-            trained = [
-                (names.get(id(tensor), f"group{index}.{position}"), tensor, index)
-                for index, group in enumerate(self.param_groups)
-                for position, tensor in enumerate(group["params"])
-                if tensor.requires_grad
-            ]
-            self.trained: list[Tensor] = [tensor for _, tensor, _ in trained]
-            self.live.begin(layout_of(trained), self.trained, describe(inner), chosen)
+            self.trained = [tensor for group in self.param_groups for tensor in group["params"] if tensor.requires_grad]
+            self.live.begin(self._describe(model), chosen)
         self.started = time.monotonic()
+
+    def _describe(self, model: nn.Module | None) -> Described:
+        from paceline.runtime.live.worker import Described
+
+        given = dict(model.named_parameters()) if model is not None else {}
+        names = {id(tensor): name for name, tensor in given.items()}
+        triples = [
+            (names.get(id(tensor), f"group{index}.{position}"), tensor, index)
+            for index, group in enumerate(self.param_groups)
+            for position, tensor in enumerate(group["params"])
+        ]
+        layout = layout_of(triple for triple in triples if triple[1].requires_grad)
+        trained = {id(tensor) for tensor in self.trained}
+        buffers = dict(model.named_buffers()) if model is not None else {}
+        frozen = {name: tensor for name, tensor, _ in triples} | given
+        others = {name: tensor for name, tensor in frozen.items() if id(tensor) not in trained} | buffers
+        learned = state.from_torch(self.inner, self.trained, layout)
+        every = model.named_parameters(remove_duplicate=False) if model is not None else ()
+        aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
+        return Described(layout, self.trained, describe(self.inner), learned, others, buffers, aliases)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -61,34 +80,67 @@ class Optimizer(torch.optim.Optimizer):
         Without a closure the gradients must be there already, as after `loss.backward()`.
         """
         if self.live is None:
-            self.steps += 1
-            return self.inner.step(closure)
+            if self._scaler_allows():
+                self.steps += 1
+                return self.inner.step(closure)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._scaler_allows():
+            self.skip_step()
+            return loss
         self.live.slow_down(self.started)
-        hyper = tuple(hyper_of(group) for group in self.param_groups)
-        self.live.exchange([tensor.grad for tensor in self.trained], hyper)
+        self.live.exchange([tensor.grad for tensor in self.trained], self._hyper())
         self.started = time.monotonic()
         return loss
+
+    def skip_step(self) -> None:
+        """An iteration without a gradient, so that nobody waits for this worker's."""
+        if self.live is None:
+            return
+        self.live.slow_down(self.started)
+        self.live.skip(self._hyper())
+        self.started = time.monotonic()
+
+    def _hyper(self) -> tuple[Hyper, ...]:
+        return tuple(hyper_of(group) for group in self.param_groups)
+
+    def _scaler_allows(self) -> bool:
+        """What a GradScaler has found: False if it found inf; otherwise the gradients are scaled back here.
+
+        A scaler calls the `step` of an optimizer that claims to support it also when it found inf, so that a live
+        run learns of the skipped step.
+        """
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return False
+        if scale is not None:
+            gradients = [tensor.grad for group in self.param_groups for tensor in group["params"]]
+            torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], 1.0 / scale.item())
+        return True
 
     # torch wraps `step` of every optimizer class in a profiler range, unless it is marked as wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        self._refuse_while_live("saved")
+        """The state as the inner optimizer would have it; in a live run it is fetched from the servers."""
+        if self.live is not None:
+            states = state.to_torch(self.live.fetch_state(), self.live.layout)
+            for tensor, learned in zip(self.trained, states, strict=True):
+                if learned:
+                    self.inner.state[tensor] = learned
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._refuse_while_live("loaded")
+        if self.live is not None:
+            raise PacelineError(
+                "in a live run the state is on the servers: load it into the torch optimizer, then wrap that"
+            )
         self.inner.load_state_dict(state_dict)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-
-    def _refuse_while_live(self, done: str) -> None:
-        if self.live is not None:
-            raise PacelineError(f"in a live run the optimizer's state is on the servers: it cannot be {done} here")
 
     @property
     def global_step(self) -> int:

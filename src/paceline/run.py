@@ -71,6 +71,8 @@ class Run:
     time_s: float
     target: Target | None = None
     time_to_target_s: float | None = None
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """Live: frozen parameters, buffers (their mean over the workers) and second names of tied weights."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -78,6 +80,10 @@ class Run:
     @cached_property
     def metrics(self) -> Metrics:
         return measure(self.trace, self.time_s)
+
+    def model(self) -> dict[str, Tensor]:
+        """Everything the model's `load_state_dict` needs."""
+        return {**self.parameters, **self.others}
 
     def summary(self) -> dict[str, Any]:
         """The run as plain data: one element of "runs" in the JSON of `compare` and `simulate`."""

@@ -35,7 +35,8 @@ def sockets() -> set[str]:
 
 
 def shared() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Of this process: others may run on the machine."""
+    return {path.name for path in Path("/dev/shm").glob(f"paceline-{os.getpid()}-*")}
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,12 @@ HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "p
 PIECE = 1 << 16
 """Elements of a piece at most: 256 kB in float32, so a piece and a few gradients of it fit a second-level cache."""
 
+SCALARS = ("step",)
+"""State that is one number for a tensor, not one for each element."""
+THERE = "there"
+"""In a state: whether a piece has any yet."""
+State = dict[str, Tensor]
+
 Value = float | int | bool | tuple[float, ...] | None
 Hyper = dict[str, Value]
 
@@ -141,6 +147,34 @@ class SliceOptimizer:
                 for gradient in gradients:
                     gradient[index].copy_(stepper.values)
 
+    def state(self) -> State:
+        """The optimizer's state for this slice, as plain tensors: vectors as long as the slice, scalars by piece."""
+        states = [stepper.state() for stepper in self.steppers]
+        state: State = {THERE: torch.tensor([float(bool(each)) for each in states])}
+        for name in dict.fromkeys(name for each in states for name in each):
+            scalar = next(each[name].dim() == 0 for each in states if name in each)
+            if scalar:
+                state[name] = torch.tensor([float(each[name]) if name in each else 0.0 for each in states])
+            else:
+                state[name] = torch.zeros_like(self.values)
+                for piece, each in zip(self.cut(state[name]), states, strict=True):
+                    if name in each:
+                        piece.copy_(each[name])
+        return state
+
+    def load_state(self, state: State) -> None:
+        """Take over what `state` gave."""
+        for index, (piece, stepper) in enumerate(zip(self.pieces, self.steppers, strict=True)):
+            if state[THERE][index]:
+                where = slice(piece.offset, piece.offset + piece.length)
+                stepper.load_state(
+                    {
+                        name: value[where].clone() if name not in SCALARS else value[index].clone()
+                        for name, value in state.items()
+                        if name != THERE
+                    }
+                )
+
     def _mean(self, gradients: Sequence[Sequence[Tensor]], index: int) -> Tensor:
         if len(gradients) == 1:
             return gradients[0][index]
@@ -158,6 +192,10 @@ class Stepper(Protocol):
     hyper: Hyper
 
     def step(self, gradient: Tensor, weight: float) -> None: ...
+
+    def state(self) -> State: ...
+
+    def load_state(self, state: State) -> None: ...
 
 
 class SGDStepper:
@@ -183,6 +221,12 @@ class SGDStepper:
             gradient = gradient.add(self.momentum, alpha=factor) if hyper["nesterov"] else self.momentum  # type: ignore[arg-type]
         self.values.add_(gradient, alpha=-hyper["lr"] * weight)  # type: ignore[operator]
 
+    def state(self) -> State:
+        return {} if self.momentum is None else {"momentum_buffer": self.momentum}
+
+    def load_state(self, state: State) -> None:
+        self.momentum = state.get("momentum_buffer")
+
 
 class TorchStepper:
     """Any other elementwise optimizer on one piece: torch's own."""
@@ -199,3 +243,9 @@ class TorchStepper:
         self.values.grad = gradient
         self.optimizer.step()
         self.values.grad = None
+
+    def state(self) -> State:
+        return dict(self.optimizer.state[self.values])
+
+    def load_state(self, state: State) -> None:
+        self.optimizer.state[self.values].update(state)

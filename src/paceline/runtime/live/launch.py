@@ -17,6 +17,9 @@ from types import FrameType
 from typing import Any, assert_never
 
 import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline import policies
 from paceline.cluster import Cluster, Fault
@@ -169,8 +172,7 @@ class Driver:
                 (self.servers_configured if message.configured else self.servers_there).add(message.shard)
             case wire.Rejected():
                 self.say(
-                    f"server {message.shard} rejected the gradient of worker {message.worker}, "
-                    f"iteration {message.iteration}: {message.reason}"
+                    f"rejected the gradient of worker {message.worker}, iteration {message.iteration}: {message.reason}"
                 )
             case wire.Finished():
                 self.servers_finished.add(message.shard)
@@ -304,11 +306,24 @@ class Driver:
             history=self.history,
             trace=trace,
             parameters=layout.named(final),
+            others=self._others(layout.named(final)),
             time_s=ended,
             target=self.plan.target,
             time_to_target_s=self.reached_s,
             failures=self.failures,
         )
+
+    def _others(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the model holds besides its trained parameters; buffers as the mean over the workers that ended well."""
+        assert self.lead is not None
+        others = load_file(self.folder.path / "others")
+        left = [load_file(path) for path in sorted(self.folder.path.glob("buffers-*"))]
+        for name in left[0] if left else ():
+            values = torch.stack([buffers[name] for buffers in left])
+            others[name] = values.mean(0) if values.is_floating_point() else values.amax(0)
+        for alias, name in self.lead.aliases.items():
+            others[alias] = parameters[name] if name in parameters else others[name]
+        return others
 
     # Faults, time, signals.
 

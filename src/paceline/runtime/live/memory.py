@@ -42,7 +42,7 @@ class RunFolder:
 
     def __init__(self) -> None:
         remove_stale()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base_folder()))
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 

@@ -15,6 +15,7 @@ from typing import assert_never
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import policies
@@ -26,6 +27,7 @@ from paceline.runtime.live import memory, wire
 from paceline.runtime.live.process import die_with, ignore_interrupts
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
+from paceline.tensors import state
 from paceline.tensors.optimizers import SliceOptimizer
 
 IDLE_S = 1.0
@@ -96,6 +98,8 @@ class LiveServer:
         self.epoch_s = order.epoch_s
         values = memory.attach(self.folder / "initial", order.layout)[self.part].clone()
         self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer)
+        if (self.folder / "initial-state").exists():
+            self.optimizer.load_state(state.cut(load_file(self.folder / "initial-state"), order.layout, self.part))
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         self.seat = Seat(Node("server", self.shard), 0, machine, self, self.trace.write)
@@ -111,17 +115,21 @@ class LiveServer:
     def take(self, peer: bytes, message: bytes) -> None:
         """A worker's message: tell the machine about the push, then about the pull."""
         try:
-            exchange = wire.decode_exchange(message)
+            request = wire.decode_to_shard(message)
         except wire.BAD_MESSAGE as error:
             print(f"server {self.shard}: refused a malformed message of {peer!r}: {error}", file=sys.stderr)
             return
-        for part in exchange.messages:
+        if isinstance(request, wire.Fetch):
+            save_file(self.optimizer.state(), self.folder / Path(request.file).name)
+            self.listener.send(peer, wire.encode(wire.Fetched(request.file)))
+            return
+        for part in request.messages:
             if peer != b"%d:%d" % sender_of(part):
                 print(f"server {self.shard}: {peer!r} spoke as worker {sender_of(part)}: refused", file=sys.stderr)
                 return
             match part:
                 case Push():
-                    self.take_push(part, exchange)
+                    self.take_push(part, request)
                 case Pull():
                     self.seat.tell(PullArrived(self.now(), part))
                 case _:
@@ -134,13 +142,10 @@ class LiveServer:
         segment = self.segment(handle.source, handle.incarnation)
         segment.absent = frozenset(exchange.absent)
         segment.holds = -1
-        if exchange.finite:
-            self.seat.tell(PushArrived(self.now(), push))
+        if exchange.refusal:
+            self.seat.tell(PushRejected(self.now(), push, exchange.refusal))
         else:
-            reason = "the gradient is not finite"
-            rejected = wire.Rejected(self.shard, handle.source, handle.iteration, reason)
-            self.driver.send(wire.encode(rejected))
-            self.seat.tell(PushRejected(self.now(), push, reason))
+            self.seat.tell(PushArrived(self.now(), push))
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))

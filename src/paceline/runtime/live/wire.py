@@ -42,6 +42,8 @@ class Describe(Struct, frozen=True, tag=True):
     layout: Layout | None
     optimizer: OptimizerSpec | None
     policy: str | None
+    aliases: dict[str, str]
+    """Second names of tied weights."""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -96,7 +98,8 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Rejected(Struct, frozen=True, tag=True):
-    shard: int
+    """A worker's gradient was not finite: for the person at the driver."""
+
     worker: int
     iteration: int
     reason: str
@@ -114,8 +117,18 @@ class Exchange(Struct, frozen=True, tag=True):
     """The hyper-parameters of all groups, when a scheduler has changed them."""
     absent: tuple[int, ...]
     """Tensors that have no gradient in this push."""
-    finite: bool
-    """Whether all of the gradient is: the worker looks while it copies, and all shards agree."""
+    refusal: str
+    """Why the gradient must not be used, if so. The worker looks while it copies, so all shards agree."""
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """A worker asks a shard to write its optimizer's state to this file of the run's folder."""
+
+    file: str
+
+
+class Fetched(Struct, frozen=True, array_like=True, tag=True):
+    file: str
 
 
 ToDriver = Describe | Log | Leave | Ready | Rejected | Finished
@@ -126,8 +139,8 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_driver = msgspec.msgpack.Decoder(ToDriver).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
-decode_exchange = msgspec.msgpack.Decoder(Exchange).decode
-decode_parameters = msgspec.msgpack.Decoder(Parameters).decode
+decode_to_shard = msgspec.msgpack.Decoder(Exchange | Fetch).decode
+decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 
 BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding something malformed may raise."""

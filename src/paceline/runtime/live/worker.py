@@ -11,18 +11,19 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import cluster, policies
 from paceline.cluster import Fault
 from paceline.core.actions import Answer, Apply, Compute, Drop, Send
 from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
-from paceline.core.messages import Node, Pull, Push
+from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
@@ -31,12 +32,30 @@ from paceline.runtime.live import memory, wire
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Context, Link, Waiter
+from paceline.tensors import state
 from paceline.tensors.layout import Layout, flatten
-from paceline.tensors.optimizers import Hyper, OptimizerSpec
+from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
 
 IDLE_S = 1.0
 AT_ONCE = 1 << 17
 """Elements that are copied and looked at together: half a megabyte in float32."""
+
+
+@dataclass
+class Described:
+    """What a worker trains, as the optimizer knows it."""
+
+    layout: Layout
+    tensors: list[Tensor]
+    """The trained tensors, as they lie in the layout."""
+    optimizer: OptimizerSpec
+    state: State
+    """What the optimizer has learned already, whole."""
+    others: dict[str, Tensor]
+    """Frozen parameters and buffers, by name."""
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+    """Second names of tied weights."""
 
 
 class LiveWorker:
@@ -57,6 +76,7 @@ class LiveWorker:
         self.ordered: Compute | None = None
         self.epoch_s = time.monotonic()
         self.stopping = False
+        self.fetched: set[str] = set()
         self.sent_hyper: tuple[Hyper, ...] | None = None
         self.faults: tuple[Fault, ...] = self.config.faults if incarnation == 0 else ()
         self.duration = None
@@ -76,13 +96,15 @@ class LiveWorker:
     def now(self) -> float:
         return time.monotonic() - self.epoch_s
 
-    def begin(self, layout: Layout, tensors: Sequence[Tensor], optimizer: OptimizerSpec, policy: Policy | None) -> None:
-        """Describe the model, wait for the servers, and have `tensors` hold the first parameters.
+    def begin(self, model: Described, policy: Policy | None) -> None:
+        """Describe the model, wait for the servers, and have its tensors hold the first parameters.
 
         On the CPU the tensors become views of the segment: what the servers write there is in the model, without
         a copy. From its push to the answer the segment holds the gradient, so `step` does not return before.
         """
-        self.layout = layout
+        self.model = model
+        self.layout = layout = model.layout
+        tensors, optimizer = model.tensors, model.optimizer
         self.tensors = [tensor.detach() for tensor in tensors]
         self.in_place = all(tensor.device.type == "cpu" for tensor in tensors)
         self.segment = memory.create(self.folder / f"worker-{self.rank}.{self.incarnation}", layout)
@@ -91,6 +113,9 @@ class LiveWorker:
         lead = self.rank == 0 and self.incarnation == 0
         if lead:
             flatten(tensors, layout.views(memory.create(self.folder / "initial", layout)))
+            if model.state[THERE].any():
+                save_file(model.state, self.folder / "initial-state")
+            save_file(contiguous(model.others), self.folder / "others")
         self.sent_hyper = optimizer.groups
         self.driver.send(
             wire.encode(
@@ -101,10 +126,13 @@ class LiveWorker:
                     layout if lead else None,
                     optimizer if lead else None,
                     str(policy) if policy is not None else None,
+                    model.aliases,
                 )
             )
         )
         begin = self.await_begin()
+        if not lead:
+            self.take_others()
         self.epoch_s = begin.epoch_s
         members = self.config.members
         for shard in range(members.servers):
@@ -124,6 +152,13 @@ class LiveWorker:
             for tensor, view in zip(tensors, self.views, strict=True):
                 tensor.data = view
 
+    def take_others(self) -> None:
+        """What is not trained (frozen parameters, buffers) starts as worker 0 has it."""
+        theirs = load_file(self.folder / "others")
+        with torch.no_grad():
+            for name, tensor in self.model.others.items():
+                tensor.copy_(theirs[name])
+
     def await_begin(self) -> wire.Begin:
         while True:
             self.waiter.wait(IDLE_S)
@@ -138,15 +173,25 @@ class LiveWorker:
 
     def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
         """Push a gradient; return when the model holds the parameters of the next iteration."""
+        refusal = "" if write_gradient(gradients, self.views) else "the gradient is not finite"
+        if refusal:
+            rejected = wire.Rejected(self.rank, self.machine.iteration, refusal)
+            self.driver.send(wire.encode(rejected))
+        absent = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
+        self.push(absent, hyper, refusal)
+
+    def skip(self, hyper: tuple[Hyper, ...]) -> None:
+        """An iteration without a gradient: it counts as progress, and nobody waits for it."""
+        self.push((), hyper, "the worker skipped this step")
+
+    def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...], refusal: str) -> None:
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
-        absent = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
-        finite = write_gradient(gradients, self.views)
         changed = hyper if hyper != self.sent_hyper else None
         self.sent_hyper = hyper
         self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.slice_bytes))
-        self.flush(absent, changed, finite)
+        self.flush(absent, changed, refusal)
         self.await_parameters()
 
     def await_parameters(self) -> None:
@@ -157,7 +202,7 @@ class LiveWorker:
                 while shard in machine.waiting:
                     message = self.servers[shard].wait_for(IDLE_S)
                     if message is not None:
-                        self.seat.tell(ParametersArrived(self.now(), wire.decode_parameters(message)))
+                        self.hear_shard(wire.decode_from_shard(message))
             self.flush()
         if not self.in_place:
             flatten(self.views, self.tensors)
@@ -165,15 +210,35 @@ class LiveWorker:
         if self.stopping:
             raise Stopped
 
+    def hear_shard(self, message: wire.Fetched | Parameters) -> None:
+        if isinstance(message, wire.Fetched):
+            self.fetched.add(message.file)
+        else:
+            self.seat.tell(ParametersArrived(self.now(), message))
+
+    def fetch_state(self) -> State:
+        """The optimizer's whole state, from all servers."""
+        parts = []
+        for shard, link in enumerate(self.servers):
+            file = f"state-{self.rank}.{self.incarnation}-{shard}"
+            self.fetched.discard(file)
+            link.send(wire.encode(wire.Fetch(file)))
+            while file not in self.fetched:
+                if (message := link.wait_for(IDLE_S)) is not None:
+                    self.hear_shard(wire.decode_from_shard(message))
+            parts.append(load_file(self.folder / file))
+            (self.folder / file).unlink()
+        return state.join(parts, self.layout)
+
     def hear_driver(self) -> None:
         while (message := self.driver.receive()) is not None:
             if isinstance(wire.decode_to_worker(message), wire.Stop):
                 self.stopping = True
 
-    def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, finite: bool = True) -> None:
+    def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
         """Send what the machine has ordered: one message to each shard."""
         for shard, messages in self.outbox.items():
-            self.servers[shard].send(wire.encode(wire.Exchange(tuple(messages), hyper, absent, finite)))
+            self.servers[shard].send(wire.encode(wire.Exchange(tuple(messages), hyper, absent, refusal)))
         self.outbox.clear()
 
     def slow_down(self, started: float) -> None:
@@ -197,7 +262,9 @@ class LiveWorker:
         self.driver.send(wire.encode(wire.Log(self.rank, self.now(), iteration, updates, values)))
 
     def leave(self) -> None:
-        """This worker is done: say so, and let the last messages out."""
+        """This worker is done: leave its buffers for the average, say so, and let the last messages out."""
+        if hasattr(self, "model"):
+            save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
         self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if self.trace is not None:
             self.trace.close()
@@ -239,3 +306,8 @@ def write_gradient(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) 
 def is_finite(values: Tensor) -> bool:
     """Whether all values are: a sum is one pass, and only a sum that is not finite needs a second look."""
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+
+
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As safetensors wants them: whole, and no two sharing memory."""
+    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
