@@ -108,7 +108,7 @@ def launch(
     closures and functions of a notebook work. A `policy` given here beats the one in `fn`.
     """
     from paceline.runtime.live.children import function_starter
-    from paceline.runtime.live.launch import Driver, LivePlan
+    from paceline.runtime.live.launch import Care, Driver, LivePlan
 
     members = check_members(workers, servers, seed)
     plan = LivePlan(
@@ -118,7 +118,7 @@ def launch(
         cluster=check_cluster(cluster, members) if cluster is not None else None,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
-        timeout_s=timeout_s,
+        care=Care(timeout_s=timeout_s),
     )
     return Driver(plan, watch=watch).run()
 

@@ -15,6 +15,7 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    Restored,
     ViewChanged,
 )
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
@@ -28,6 +29,7 @@ from .drive import ShardAlone, WorkerAlone, sent, state_of
 
 EVENTS: list[Event] = [
     ViewChanged(0.0, View(9, ((0, 0),))),
+    Restored(0.0, 3, 7),
     PushArrived(0.0, Push(Handle(0, 0, 0, 0, 8))),
     PushRejected(0.0, Push(Handle(0, 0, 0, 0, 8)), "not finite"),
     PullArrived(0.0, Pull(0, 0, 1)),

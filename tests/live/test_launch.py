@@ -22,7 +22,7 @@ from paceline.core.messages import Members
 from paceline.core.trace import Trace, replay
 from paceline.errors import RunFailed
 from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.launch import Care, Driver, LivePlan
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
@@ -76,7 +76,11 @@ def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     """3 workers, 2 servers: the others go on within 0.2 s, a new worker joins, the run ends."""
     work = partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, 150, 0)
     plan = LivePlan(
-        Members(3, 2), function_starter(work), policies.parse(policy), load("steady:compute_s=0.01"), timeout_s=60
+        Members(3, 2),
+        function_starter(work),
+        policies.parse(policy),
+        load("steady:compute_s=0.01"),
+        care=Care(timeout_s=60),
     )
     driver = Driver(plan, say=lambda line: None)
     killed_at: list[float] = []

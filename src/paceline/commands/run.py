@@ -39,7 +39,7 @@ class Run(Outputs):
 
     def main(self, script: list[str]) -> int:
         from paceline.runtime.live.children import script_starter
-        from paceline.runtime.live.launch import Driver, LivePlan
+        from paceline.runtime.live.launch import Care, Driver, LivePlan
 
         self.check()
         if not script:
@@ -55,7 +55,7 @@ class Run(Outputs):
             cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
             seed=self.seed,
             target=target,
-            timeout_s=self.timeout_s,
+            care=Care(timeout_s=self.timeout_s),
         )
         with Watching(f"{self.policy or 'live'}", target) as watch:
             run = Driver(plan, lambda line: console.print(line, soft_wrap=True), watch).run()

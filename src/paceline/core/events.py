@@ -14,6 +14,14 @@ class ViewChanged(Struct, frozen=True, array_like=True, tag=True):
     view: View
 
 
+class Restored(Struct, frozen=True, array_like=True, tag=True):
+    """A shard starts from a checkpoint: everything before `iteration` is finished, the slice is at `version`."""
+
+    at: float
+    iteration: int
+    version: int
+
+
 class PushArrived(Struct, frozen=True, array_like=True, tag=True):
     """A shard holds the whole slice of a worker's gradient."""
 
@@ -52,4 +60,4 @@ class GradientReady(Struct, frozen=True, array_like=True, tag=True):
     nbytes: tuple[int, ...]
 
 
-Event = ViewChanged | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady
+Event = ViewChanged | Restored | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady

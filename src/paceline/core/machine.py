@@ -24,6 +24,7 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    Restored,
     ViewChanged,
 )
 
@@ -41,6 +42,7 @@ class Machine:
 
     METHODS: ClassVar[dict[type, str]] = {
         ViewChanged: "on_view_changed",
+        Restored: "on_restored",
         PushArrived: "on_push_arrived",
         PushRejected: "on_push_rejected",
         PullArrived: "on_pull_arrived",

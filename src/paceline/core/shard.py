@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.actions import Answer, Apply, Drop, Park
-from paceline.core.events import PullArrived, PushArrived, PushRejected, ViewChanged
-from paceline.core.machine import Machine, require
+from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, ViewChanged
+from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.progress import Progress
 
@@ -58,6 +58,12 @@ class Shard(Machine):
         """Workers whose last push did not count here."""
         self.mover = NOBODY
         """The worker whose event is being handled: whoever is released now was released by it."""
+
+    def on_restored(self, event: Restored) -> None:
+        if self.view.number or self.version:
+            raise IllegalEvent(f"shard {self.rank} has begun already: it cannot be restored")
+        self.progress.V = event.iteration
+        self.version = event.version
 
     def on_view_changed(self, event: ViewChanged) -> None:
         if not self.is_newer(event.view):

@@ -12,6 +12,7 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    Restored,
     ViewChanged,
 )
 from paceline.core.messages import Handle, Message, Parameters, Pull, Push
@@ -39,6 +40,8 @@ def in_words(thing: Event | Action | Message) -> str:
     match thing:
         case ViewChanged(view=view):
             return f"view {view.number} of workers {', '.join(map(name, view.members)) or 'none'}"
+        case Restored(iteration=iteration, version=version):
+            return f"restored to iteration {iteration}, version {version}"
         case PushArrived(push=push):
             return in_words(push)
         case PushRejected(push=push, reason=reason):

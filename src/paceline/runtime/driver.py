@@ -32,6 +32,8 @@ class Carrier(Protocol):
 
     def answer(self, action: Answer) -> None: ...
 
+    def park(self, action: Park) -> None: ...
+
 
 class Seat:
     """A machine in its place: `tell` it what happened, and what it orders is done."""
@@ -63,7 +65,7 @@ class Seat:
                 case Drop():
                     carrier.drop(action)
                 case Park():
-                    pass
+                    carrier.park(action)
                 case _:
                     assert_never(action)
 

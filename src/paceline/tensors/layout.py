@@ -66,6 +66,10 @@ class Layout(Struct, frozen=True, array_like=True):
         """A short name for this layout, the same in every process that has the same one."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
+    def empty(self) -> Tensor:
+        """A vector that holds all tensors, not filled in."""
+        return torch.empty(self.numel, dtype=self.torch_dtype)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors of the model as views of `flat`."""
         views, start = [], 0

@@ -51,9 +51,9 @@ StartWorker = Callable[[int, int, Path], Child]
 """(rank, incarnation, folder) -> the new process."""
 
 
-def start_server(folder: Path, shard: int) -> Child:
-    command = [sys.executable, "-m", "paceline.runtime.live.server", str(folder), str(shard)]
-    return _spawn("server", shard, 0, command, dict(os.environ))
+def start_server(folder: Path, shard: int, life: int) -> Child:
+    command = [sys.executable, "-m", "paceline.runtime.live.server", str(folder), str(shard), str(life)]
+    return _spawn("server", shard, life, command, dict(os.environ))
 
 
 def script_starter(script: str, arguments: list[str], workers: int) -> StartWorker:

@@ -31,12 +31,28 @@ from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.keeping import Keeper, Keeping
 from paceline.runtime.live.recording import gather
 from paceline.runtime.live.sockets import Context, Listener, Waiter
 
 TICK_S = 0.2
 SERVERS_READY_S = 60.0
+RESTART_S, RESTART_MOST_S = 0.5, 30.0
 DEFAULT_POLICY = "bsp"
+
+
+@dataclass(frozen=True)
+class Care:
+    """What to do when something goes wrong."""
+
+    restarts: int = 0
+    """Failed or killed workers are started again, so many times in all; then they are dropped."""
+    abort: bool = False
+    """End the run when a worker fails that is not restarted, instead of going on without it."""
+    hang_timeout_s: float | None = None
+    """Kill a worker that is not waiting for anybody and has not pushed for so long."""
+    timeout_s: float | None = None
+    """Give the whole run up after so long."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,8 @@ class LivePlan:
     cluster: Cluster | None = None
     seed: int = 0
     target: Target | None = None
-    timeout_s: float | None = None
+    care: Care = Care()
+    keeping: Keeping | None = None
 
 
 class Driver:
@@ -76,6 +93,15 @@ class Driver:
         self.history: list[Point] = []
         self.reached_s: float | None = None
         self.failures: list[str] = []
+        self.status: dict[int, wire.WorkerStatus] = {}
+        """How the workers look from shard 0."""
+        self.moved_s: dict[int, float] = {}
+        """When each worker's push was last seen."""
+        self.restarts_left = plan.care.restarts
+        self.to_start: list[tuple[float, int]] = []
+        """(when, rank) of workers to be started again."""
+        self.server_lives = [0] * plan.members.servers
+        self.keeper: Keeper | None = None
         self.interrupts = 0
         self.stopping = False
         self.due = sorted(
@@ -88,6 +114,8 @@ class Driver:
         handlers = self._catch_signals()
         self.folder = memory.RunFolder()
         try:
+            if self.plan.keeping is not None:
+                self.keeper = Keeper(self.plan.keeping, self.members.servers, self._order_checkpoint, self.say)
             with tempfile.TemporaryDirectory(prefix="paceline-trace-") as output:
                 return self._run(Path(output))
         finally:
@@ -113,7 +141,7 @@ class Driver:
             self.waiter = Waiter()
             self.waiter.watch(self.listener)
             for shard in range(self.members.servers):
-                self._adopt(start_server(self.folder.path, shard))
+                self._adopt(start_server(self.folder.path, shard, 0))
             for rank in range(self.members.workers):
                 self.start_worker(rank)
             self.started = time.monotonic()
@@ -135,13 +163,17 @@ class Driver:
             if isinstance(sentinel, int):
                 self.child_ended(self.children.pop(sentinel))
         self._strike_due()
+        self._start_due()
         self._check_time()
+        self._check_progress()
+        if self.keeper is not None and self.begun and not self.asked_to_finish:
+            self.keeper.tick()
         if self.interrupts and not self.stopping:
             self.say("stopping after the current iterations; once more to stop at once")
             self.stop_workers("interrupted")
         if not self.begun:
             self._consider_beginning()
-        if not self.live_workers() and not self.asked_to_finish:
+        if not self.live_workers() and not self.to_start and not self.asked_to_finish:
             self._finish()
 
     def live_workers(self) -> list[Child]:
@@ -169,11 +201,19 @@ class Driver:
             case wire.Leave():
                 self._remove(message.rank, message.incarnation)
             case wire.Ready():
-                (self.servers_configured if message.configured else self.servers_there).add(message.shard)
+                self._server_ready(message)
             case wire.Rejected():
                 self.say(
                     f"rejected the gradient of worker {message.worker}, iteration {message.iteration}: {message.reason}"
                 )
+            case wire.Status():
+                self._take_status(message)
+            case wire.Due():
+                if self.keeper is not None:
+                    self.keeper.begin()
+            case wire.Saved():
+                if self.keeper is not None and self.lead is not None and self.lead.layout is not None:
+                    self.keeper.saved(message, str(self.policy), self.lead.layout, self.folder.path / "others")
             case wire.Finished():
                 self.servers_finished.add(message.shard)
             case _:
@@ -183,17 +223,67 @@ class Driver:
         self.waiter.forget(child.sentinel)
         code = child.reap()
         if child.role == "server":
-            if child.rank not in self.servers_finished and not self.asked_to_finish:
-                raise RunFailed(f"{child} {_how(code)}: the run cannot go on without its part of the model")
-            if child.rank not in self.servers_finished:
-                raise RunFailed(f"{child} {_how(code)} before it handed over its part of the model")
+            self._server_ended(child, code)
             return
-        was_member = self._remove(child.rank, child.incarnation)
+        self._remove(child.rank, child.incarnation)
+        self.status.pop(child.rank, None)
+        if code == 0:
+            return
+        if self.restarts_left and not self.stopping:
+            self._restart_later(child, code)
+            return
         if code > 0:
             self.failures.append(f"{child} {_how(code)}")
-        if code < 0 or (code > 0 and was_member):
-            others = len(self.live_workers())
-            self.say(f"{child} {_how(code)}; {others} other{'s' * (others != 1)} go on")
+        if self.plan.care.abort:
+            raise RunFailed(f"{child} {_how(code)}, and the run is to end then")
+        others = len(self.live_workers())
+        self.say(f"{child} {_how(code)}; {others} other{'s' * (others != 1)} go on")
+
+    def _restart_later(self, child: Child, code: int) -> None:
+        """Start the rank again after a pause that doubles with each of its lives."""
+        self.restarts_left -= 1
+        pause = min(RESTART_S * 2**child.incarnation, RESTART_MOST_S)
+        self.say(f"{child} {_how(code)}; starting it again in {pause:g} s ({self.restarts_left} restarts left)")
+        self.to_start.append((time.monotonic() + pause, child.rank))
+
+    def _start_due(self) -> None:
+        due = [entry for entry in self.to_start if entry[0] <= time.monotonic() or self.stopping]
+        for entry in due:
+            self.to_start.remove(entry)
+            if not self.stopping:
+                self.start_worker(entry[1])
+
+    def _server_ended(self, child: Child, code: int) -> None:
+        if child.rank in self.servers_finished:
+            return
+        checkpoint = self.keeper.last if self.keeper is not None else None
+        if self.asked_to_finish or not self.begun or checkpoint is None:
+            raise RunFailed(
+                f"{child} {_how(code)} and there is no checkpoint to restart it from: "
+                "the run cannot go on without its part of the model"
+            )
+        self.say(f"{child} {_how(code)}; restarting it from {checkpoint}: its updates since then are lost")
+        assert self.keeper is not None
+        if self.keeper.under_way is not None:
+            self.keeper.give_up(f"{child} {_how(code)}")
+        self.servers_there.discard(child.rank)
+        self.servers_configured.discard(child.rank)
+        self.server_lives[child.rank] += 1
+        (self.folder.path / f"server-{child.rank}").unlink(missing_ok=True)
+        self._adopt(start_server(self.folder.path, child.rank, self.server_lives[child.rank]))
+
+    def _server_ready(self, ready: wire.Ready) -> None:
+        if not ready.configured:
+            self.servers_there.add(ready.shard)
+            if self.begun:
+                self._configure_server(ready.shard)
+            return
+        self.servers_configured.add(ready.shard)
+        if self.begun:
+            view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
+            self._tell_server(ready.shard, wire.NewView(view))
+            for rank, incarnation in view.members:
+                self._tell_worker(rank, incarnation, wire.Reopened(ready.shard))
 
     def _remove(self, rank: int, incarnation: int) -> bool:
         """Take a worker out of the membership, if it is in. Whether it was."""
@@ -234,13 +324,30 @@ class Driver:
         if lead is None or lead.layout is None or lead.optimizer is None:
             raise RunFailed("worker 0 ended before it described the model: " + "; ".join(self.failures))
         self.lead = lead
+        if self.keeper is not None:
+            self.keeper.check_layout(lead.layout)
         if self.policy is None:
             self.policy = policies.parse(lead.policy or DEFAULT_POLICY)
         self.policy.validate(self.members)
         self.epoch_s = time.monotonic()
-        configure = wire.Configure(str(self.policy), lead.layout, lead.optimizer, self.epoch_s)
         for shard in range(self.members.servers):
-            self.listener.send(b"server:%d" % shard, wire.encode(configure))
+            self._configure_server(shard)
+
+    def _configure_server(self, shard: int) -> None:
+        assert self.lead is not None
+        assert self.lead.layout is not None
+        assert self.lead.optimizer is not None
+        checkpoint = self.keeper.last if self.keeper is not None else None
+        every = self.plan.keeping.every_updates if self.plan.keeping is not None else None
+        configure = wire.Configure(
+            str(self.policy), self.lead.layout, self.lead.optimizer, self.epoch_s,
+            str(checkpoint) if checkpoint is not None else None, every,
+        )  # fmt: skip
+        self._tell_server(shard, configure)
+
+    def _order_checkpoint(self, folder: Path) -> None:
+        for shard in range(self.members.servers):
+            self._tell_server(shard, wire.Checkpoint(str(folder)))
 
     def _admit_late(self, described: wire.Describe) -> None:
         if self._fits(described):
@@ -268,7 +375,10 @@ class Driver:
 
     def _announce(self, view: View) -> None:
         for shard in range(self.members.servers):
-            self.listener.send(b"server:%d" % shard, wire.encode(wire.NewView(view)))
+            self._tell_server(shard, wire.NewView(view))
+
+    def _tell_server(self, shard: int, message: wire.ToServer) -> None:
+        self.listener.send(b"server:%d" % shard, wire.encode(message))
 
     def _tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
         self.listener.send(b"worker:%d:%d" % (rank, incarnation), wire.encode(message))
@@ -285,10 +395,14 @@ class Driver:
             raise RunFailed(
                 "; ".join(self.failures) or "the script ended without making a paceline.Optimizer: nothing was trained"
             )
+        if len(self.servers_configured) < self.members.servers:
+            return  # a server is being restarted
         memory.create(self.folder.path / "final", self.lead.layout)
         self.asked_to_finish = True
+        if self.keeper is not None:
+            self.keeper.begin()
         for shard in range(self.members.servers):
-            self.listener.send(b"server:%d" % shard, wire.encode(wire.Finish()))
+            self._tell_server(shard, wire.Finish())
 
     def _result(self, output: Path) -> Run:
         assert self.lead is not None
@@ -352,10 +466,32 @@ class Driver:
             case _:
                 assert_never(fault.kind)
 
+    def _take_status(self, status: wire.Status) -> None:
+        now = time.monotonic()
+        for rank, seen in status.workers.items():
+            before = self.status.get(rank)
+            if before is None or before.pushed != seen.pushed or seen.waits:
+                self.moved_s[rank] = now
+        self.status = status.workers
+
+    def _check_progress(self) -> None:
+        """Give up workers that are alive but stuck."""
+        limit = self.plan.care.hang_timeout_s
+        if limit is None or not self.begun:
+            return
+        for child in self.live_workers():
+            stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
+            if stuck > limit:
+                pushed = self.status[child.rank].pushed if child.rank in self.status else 0
+                self.say(f"{child} has not pushed for {stuck:.1f} s (it is at iteration {pushed}): given up")
+                del self.moved_s[child.rank]
+                child.kill()
+
     def _check_time(self) -> None:
         waited = time.monotonic() - self.started
-        if self.plan.timeout_s is not None and waited > self.plan.timeout_s:
-            raise RunFailed(f"the run did not end within {self.plan.timeout_s:g} s")
+        limit = self.plan.care.timeout_s
+        if limit is not None and waited > limit:
+            raise RunFailed(f"the run did not end within {limit:g} s")
         if len(self.servers_there) < self.members.servers and waited > SERVERS_READY_S:
             missing = sorted(set(range(self.members.servers)) - self.servers_there)
             raise RunFailed(f"server {missing[0]} did not start within {SERVERS_READY_S:g} s")

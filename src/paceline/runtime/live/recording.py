@@ -20,6 +20,10 @@ class TraceFile:
     def write(self, record: Record) -> None:
         self.file.write(encode_record(record))
 
+    def flush(self) -> None:
+        """Worth doing when there is nothing else to do."""
+        self.file.flush()
+
     def close(self) -> None:
         self.file.close()
 

@@ -15,22 +15,25 @@ from typing import assert_never
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import policies
-from paceline.core.actions import Answer, Apply, Compute, Drop, Send
-from paceline.core.events import PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, ViewChanged
 from paceline.core.messages import Handle, Node, Pull, Push
+from paceline.core.shard import Shard
 from paceline.runtime.driver import Seat
-from paceline.runtime.live import memory, wire
+from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.process import die_with, ignore_interrupts
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
 from paceline.tensors import state
-from paceline.tensors.optimizers import SliceOptimizer
+from paceline.tensors.optimizers import SliceOptimizer, State
 
-IDLE_S = 1.0
+IDLE_S = 0.5
+STATUS_S = 0.5
 
 
 class Segment:
@@ -48,22 +51,28 @@ class Segment:
 class LiveServer:
     """Carries out the actions of one shard's machine."""
 
-    def __init__(self, folder: Path, shard: int) -> None:
+    def __init__(self, folder: Path, shard: int, life: int) -> None:
         self.folder = folder
         self.shard = shard
+        self.life = life
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
         self.context = Context()
         self.listener = Listener(self.context, folder / f"server-{shard}")
         self.driver = Link(self.context, folder / "driver", b"server:%d" % shard)
         self.waiter = Waiter()
-        self.waiter.watch(self.listener)
         self.waiter.watch(self.driver)
-        self.trace = TraceFile(Path(self.config.output), Node("server", shard), 0)
+        self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
         self.segments: dict[tuple[int, int], Segment] = {}
         """By (worker, incarnation)."""
         self.alive: set[tuple[int, int]] = set()
         self.finished = False
+        self.waits: dict[int, str] = {}
+        """Why each parked worker waits."""
+        self.staleness: dict[int, int] = {}
+        self.told_status_s = 0.0
+        self.checkpoint_every: int | None = None
         self.seat: Seat
+        self.machine: Shard
 
     def now(self) -> float:
         return time.monotonic() - self.epoch_s
@@ -72,11 +81,14 @@ class LiveServer:
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=False)))
         while not self.finished:
             ready = self.waiter.wait(IDLE_S)
+            if not ready:
+                self.trace.flush()
             # Views first: somebody may be waiting for the dead.
             while self.driver in ready and (order := self.driver.receive()) is not None:
                 self.obey(wire.decode_to_server(order))
             while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
+            self.tell_status()
         self.trace.close()
         self.context.close()
 
@@ -85,8 +97,13 @@ class LiveServer:
             case wire.Configure():
                 self.configure(order)
             case wire.NewView():
+                if not self.alive:
+                    # Only now: what workers said before, to an earlier life of this server, waits until we know them.
+                    self.waiter.watch(self.listener)
                 self.alive = set(order.view.members)
                 self.seat.tell(ViewChanged(self.now(), order.view))
+            case wire.Checkpoint():
+                self.save(Path(order.folder))
             case wire.Finish():
                 self.finish()
             case _:
@@ -96,14 +113,55 @@ class LiveServer:
         self.layout = order.layout
         self.part = order.layout.slices(self.config.members.servers)[self.shard]
         self.epoch_s = order.epoch_s
-        values = memory.attach(self.folder / "initial", order.layout)[self.part].clone()
+        self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
+        restored: Restored | None = None
+        if order.checkpoint is None:
+            values = memory.attach(self.folder / "initial", order.layout)[self.part].clone()
+            initial = self.folder / "initial-state"
+            learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else None
+        else:
+            values, learned, restored = self.restore(Path(order.checkpoint))
         self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer)
-        if (self.folder / "initial-state").exists():
-            self.optimizer.load_state(state.cut(load_file(self.folder / "initial-state"), order.layout, self.part))
+        if learned is not None:
+            self.optimizer.load_state(learned)
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
-        self.seat = Seat(Node("server", self.shard), 0, machine, self, self.trace.write)
+        assert isinstance(machine, Shard)
+        self.machine = machine
+        self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
+        if restored is not None:
+            self.seat.tell(restored)
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+
+    def restore(self, path: Path) -> tuple[Tensor, State, Restored]:
+        manifest = checkpoint.read(path)
+        values, learned = checkpoint.load_slice(path, manifest, self.part)
+        same = len(manifest.shards) == self.config.members.servers
+        mine = manifest.shards[self.shard : self.shard + 1] if same else manifest.shards
+        iteration, version = min(s.iteration for s in mine), max(s.version for s in mine)
+        return values, learned, Restored(self.now(), iteration, version)
+
+    def save(self, folder: Path) -> None:
+        """Write this shard's part of a checkpoint. A full disk is the driver's business, not the training's end."""
+        entry, error = None, ""
+        try:
+            V, version = self.machine.progress.V, self.machine.version
+            learned = self.optimizer.state()
+            entry = checkpoint.write_shard(folder, self.shard, self.optimizer.values, learned, V, version)
+        except (OSError, SafetensorError) as problem:
+            error = str(problem)
+        self.driver.send(wire.encode(wire.Saved(str(folder), self.shard, entry, error)))
+
+    def tell_status(self) -> None:
+        """Shard 0 tells the driver, twice a second, how the workers look from here."""
+        now = time.monotonic()
+        if self.shard == 0 and self.alive and now - self.told_status_s >= STATUS_S:
+            self.told_status_s = now
+            status = {
+                worker: wire.WorkerStatus(pushed, self.waits.get(worker, ""), self.staleness.get(worker, 0))
+                for worker, pushed in self.machine.progress.next.items()
+            }
+            self.driver.send(wire.encode(wire.Status(status)))
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
@@ -159,9 +217,12 @@ class LiveServer:
         pieces, absent = [segment.pieces for segment in segments], [segment.absent for segment in segments]
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         self.optimizer.apply(pieces, action.weight, absent, replace=True)
-        for segment in segments:
+        for handle, segment in zip(action.handles, segments, strict=True):
             segment.holds = action.version
+            self.staleness[handle.source] = action.version - 1 - handle.version
         self.let_go(action.handles)
+        if self.checkpoint_every and action.version % self.checkpoint_every == 0:
+            self.driver.send(wire.encode(wire.Due()))
 
     def drop(self, action: Drop) -> None:
         self.let_go((action.handle,))
@@ -175,6 +236,7 @@ class LiveServer:
 
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
+        self.waits.pop(parameters.worker, None)
         segment = self.segment(parameters.worker, parameters.incarnation)
         if segment.holds != parameters.version:
             segment.values.copy_(self.optimizer.values)
@@ -182,6 +244,9 @@ class LiveServer:
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.
         self.listener.send(peer, wire.encode(parameters))
+
+    def park(self, action: Park) -> None:
+        self.waits[action.pull.worker] = action.reason
 
     def send(self, action: Send) -> None:
         raise AssertionError(f"a server cannot {action}")
@@ -201,8 +266,8 @@ def main() -> None:
     die_with(int(os.environ["PACELINE_DRIVER"]))
     ignore_interrupts()
     torch.set_num_threads(1)
-    folder, shard = Path(sys.argv[1]), int(sys.argv[2])
-    LiveServer(folder, shard).run()
+    folder, shard, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    LiveServer(folder, shard, life).run()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from paceline.cluster import Fault
 from paceline.core.messages import Members, Parameters, Pull, Push, View
+from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
 
@@ -75,11 +76,50 @@ class Stop(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Reopened(Struct, frozen=True, tag=True):
+    """A server was restarted: whoever waits for its answer is to say again what it said."""
+
+    shard: int
+
+
 class Configure(Struct, frozen=True, tag=True):
     policy: str
     layout: Layout
     optimizer: OptimizerSpec
     epoch_s: float
+    checkpoint: str | None
+    """Start from this folder instead of worker 0's values."""
+    checkpoint_every: int | None
+    """Say `Due` after so many updates."""
+
+
+class Checkpoint(Struct, frozen=True, tag=True):
+    """Write your part of a checkpoint into this folder."""
+
+    folder: str
+
+
+class Due(Struct, frozen=True, tag=True):
+    """It is time for a checkpoint, by the number of updates."""
+
+
+class Saved(Struct, frozen=True, tag=True):
+    folder: str
+    shard: int
+    entry: Entry | None
+    error: str
+
+
+class WorkerStatus(Struct, frozen=True, array_like=True):
+    """How a worker looks from a shard: iterations pushed, why it waits (or ""), staleness of its last push."""
+
+    pushed: int
+    waits: str
+    staleness: int
+
+
+class Status(Struct, frozen=True, tag=True):
+    workers: dict[int, WorkerStatus]
 
 
 class NewView(Struct, frozen=True, tag=True):
@@ -131,9 +171,9 @@ class Fetched(Struct, frozen=True, array_like=True, tag=True):
     file: str
 
 
-ToDriver = Describe | Log | Leave | Ready | Rejected | Finished
-ToWorker = Begin | Refuse | Stop
-ToServer = Configure | NewView | Finish
+ToDriver = Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status
+ToWorker = Begin | Refuse | Stop | Reopened
+ToServer = Configure | NewView | Checkpoint | Finish
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_driver = msgspec.msgpack.Decoder(ToDriver).decode

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from paceline import cluster, policies
 from paceline.cluster import Fault
-from paceline.core.actions import Answer, Apply, Compute, Drop, Send
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
 from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
@@ -36,7 +37,7 @@ from paceline.tensors import state
 from paceline.tensors.layout import Layout, flatten
 from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
 
-IDLE_S = 1.0
+IDLE_S = 0.2
 AT_ONCE = 1 << 17
 """Elements that are copied and looked at together: half a megabyte in float32."""
 
@@ -77,6 +78,10 @@ class LiveWorker:
         self.epoch_s = time.monotonic()
         self.stopping = False
         self.fetched: set[str] = set()
+        self.said: dict[int, bytes] = {}
+        """The last message to each shard."""
+        self.pushed: Sequence[Tensor | None] = ()
+        """The gradient in it."""
         self.sent_hyper: tuple[Hyper, ...] | None = None
         self.faults: tuple[Fault, ...] = self.config.faults if incarnation == 0 else ()
         self.duration = None
@@ -86,7 +91,7 @@ class LiveWorker:
         self.layout: Layout
         self.machine: Worker
         self.seat: Seat
-        self.trace: TraceFile | None = None
+        self.trace: TraceFile
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LiveWorker:
@@ -110,6 +115,7 @@ class LiveWorker:
         self.segment = memory.create(self.folder / f"worker-{self.rank}.{self.incarnation}", layout)
         self.views = layout.views(self.segment)
         self.slice_bytes = layout.slice_bytes(self.config.members.servers)
+        self.starts = list(accumulate((entry.numel for entry in layout.entries), initial=0))
         lead = self.rank == 0 and self.incarnation == 0
         if lead:
             flatten(tensors, layout.views(memory.create(self.folder / "initial", layout)))
@@ -173,6 +179,7 @@ class LiveWorker:
 
     def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
         """Push a gradient; return when the model holds the parameters of the next iteration."""
+        self.pushed = gradients
         refusal = "" if write_gradient(gradients, self.views) else "the gradient is not finite"
         if refusal:
             rejected = wire.Rejected(self.rank, self.machine.iteration, refusal)
@@ -195,15 +202,19 @@ class LiveWorker:
         self.await_parameters()
 
     def await_parameters(self) -> None:
-        """All shards must answer before the next iteration, so it does not matter whom we hear first."""
-        machine = self.machine
+        """Return when the machine orders the next computation.
+
+        All shards must answer before that, so it does not matter whom we hear first. An answer may lead to another
+        pull, of the same shard too.
+        """
         while self.ordered is None:
-            for shard in sorted(machine.waiting):
-                while shard in machine.waiting:
-                    message = self.servers[shard].wait_for(IDLE_S)
-                    if message is not None:
-                        self.hear_shard(wire.decode_from_shard(message))
-            self.flush()
+            message = self.servers[min(self.machine.waiting)].wait_for(IDLE_S)
+            if message is not None:
+                self.hear_shard(wire.decode_from_shard(message))
+                self.flush()
+            else:
+                self.hear_driver()
+                self.trace.flush()
         if not self.in_place:
             flatten(self.views, self.tensors)
         self.hear_driver()
@@ -232,13 +243,35 @@ class LiveWorker:
 
     def hear_driver(self) -> None:
         while (message := self.driver.receive()) is not None:
-            if isinstance(wire.decode_to_worker(message), wire.Stop):
-                self.stopping = True
+            match wire.decode_to_worker(message):
+                case wire.Stop():
+                    self.stopping = True
+                case wire.Reopened(shard):
+                    self.say_again(shard)
+
+    def say_again(self, shard: int) -> None:
+        """A server came back: if we wait for its answer, it may never have seen our push.
+
+        Its half of the segment may hold anything, so the gradient goes there once more.
+        """
+        if shard not in self.machine.waiting or shard not in self.said:
+            return
+        part = self.layout.slices(len(self.servers))[shard]
+        for piece in self.layout.pieces(part, self.layout.numel) if self.pushed else ():
+            start = part.start + piece.offset
+            gradient, first = self.pushed[piece.entry], self.starts[piece.entry]
+            target = self.segment[start : start + piece.length]
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.reshape(-1)[start - first : start - first + piece.length])
+        self.servers[shard].send(self.said[shard])
 
     def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
         """Send what the machine has ordered: one message to each shard."""
         for shard, messages in self.outbox.items():
-            self.servers[shard].send(wire.encode(wire.Exchange(tuple(messages), hyper, absent, refusal)))
+            self.said[shard] = wire.encode(wire.Exchange(tuple(messages), hyper, absent, refusal))
+            self.servers[shard].send(self.said[shard])
         self.outbox.clear()
 
     def slow_down(self, started: float) -> None:
@@ -266,7 +299,7 @@ class LiveWorker:
         if hasattr(self, "model"):
             save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
         self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
-        if self.trace is not None:
+        if hasattr(self, "trace"):
             self.trace.close()
         self.context.close()
 
@@ -283,6 +316,9 @@ class LiveWorker:
         raise AssertionError(f"a worker cannot {action}")
 
     def answer(self, action: Answer) -> None:
+        raise AssertionError(f"a worker cannot {action}")
+
+    def park(self, action: Park) -> None:
         raise AssertionError(f"a worker cannot {action}")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from paceline.core.actions import Answer, Apply, Compute, Drop, Send
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived
 from paceline.core.messages import Parameters, Pull, Push
 from paceline.runtime.driver import Seat
@@ -68,6 +67,9 @@ class VirtualServer:
         if worker is not None and worker.incarnation == parameters.incarnation:
             worker.receive(parameters, self.optimizer.values, arrival)
 
+    def park(self, action: Park) -> None:
+        """Nothing to do: the worker waits by itself."""
+
     def send(self, action: Send) -> None:
         raise NoSuchAction(f"a server cannot {action}")
 
@@ -93,7 +95,7 @@ class VirtualWorker:
         self.seat: Seat
 
     def _fresh(self) -> Tensor:
-        return torch.empty(self.simulation.layout.numel, dtype=self.simulation.layout.torch_dtype)
+        return self.simulation.layout.empty()
 
     def tell(self, event: Event) -> None:
         if self.alive:
@@ -144,4 +146,7 @@ class VirtualWorker:
         raise NoSuchAction(f"a worker cannot {action}")
 
     def answer(self, action: Answer) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+    def park(self, action: Park) -> None:
         raise NoSuchAction(f"a worker cannot {action}")

@@ -58,7 +58,7 @@ class Simulation:
         self.module = plan.workload.module(plan.seed, plan.dtype)
         named = [(name, parameter, 0) for name, parameter in self.module.named_parameters()]
         self.layout = layout_of(named)
-        self.flat = torch.empty(self.layout.numel, dtype=plan.dtype)
+        self.flat = self.layout.empty()
         flatten([parameter for _, parameter, _ in named], self.layout.views(self.flat))
         self.shards = self.layout.slices(plan.members.servers)
         self.slice_bytes = self.layout.slice_bytes(plan.members.servers)

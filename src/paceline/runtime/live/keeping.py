@@ -1,0 +1,108 @@
+"""When a live run is checkpointed, and what becomes of it: the driver's side of `checkpoint.py`.
+
+A checkpoint is ordered from all servers at once and committed when all have written. One that fails (a full
+disk) is a loud line and nothing else: training goes on, and the last good checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import RunFailed
+from paceline.runtime.live import checkpoint, wire
+from paceline.tensors.layout import Layout
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where a run keeps its files, how often it is checkpointed, and from which checkpoint it starts."""
+
+    folder: Path
+    every_updates: int | None = None
+    every_s: float | None = None
+    resume: bool = False
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / checkpoint.FOLDER
+
+
+class Keeper:
+    def __init__(
+        self, keeping: Keeping, servers: int, order: Callable[[Path], None], say: Callable[[str], None]
+    ) -> None:
+        self.keeping = keeping
+        self.servers = servers
+        self.order = order
+        self.say = say
+        self.last: Path | None = None
+        """The newest whole checkpoint."""
+        self.under_way: Path | None = None
+        self.written: dict[int, checkpoint.Shard] = {}
+        self.number = 0
+        self.ordered_s = time.monotonic()
+        if keeping.resume:
+            self.last, manifest = checkpoint.latest(keeping.checkpoints)
+            self.number = manifest.number
+
+    def resume_layout(self) -> Layout | None:
+        """The layout a resumed model must have."""
+        return checkpoint.read(self.last).layout if self.last is not None else None
+
+    def tick(self) -> None:
+        every = self.keeping.every_s
+        if every is not None and time.monotonic() - self.ordered_s >= every:
+            self.begin()
+
+    def begin(self) -> None:
+        """Order a checkpoint, unless one is under way."""
+        if self.under_way is not None:
+            return
+        self.ordered_s = time.monotonic()
+        self.number += 1
+        self.written.clear()
+        part = self.keeping.checkpoints / f"{self.number:06d}{checkpoint.PART}"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        except OSError as error:
+            self.say(f"WARNING: cannot checkpoint: {error}; training goes on")
+            return
+        self.under_way = part
+        self.order(part)
+
+    def saved(self, message: wire.Saved, policy: str, layout: Layout, others: Path) -> None:
+        part = self.under_way
+        if part is None or message.folder != str(part):
+            return
+        if message.entry is None:
+            self.give_up(f"server {message.shard}: {message.error}")
+            return
+        self.written[message.shard] = message.entry
+        if len(self.written) < self.servers:
+            return
+        try:
+            shutil.copy(others, part / "others.safetensors")
+            shards = tuple(self.written[shard] for shard in range(self.servers))
+            manifest = checkpoint.Manifest(self.number, policy, layout, shards, "others.safetensors")
+            self.last = checkpoint.commit(part, manifest)
+            self.under_way = None
+        except OSError as error:
+            self.give_up(str(error))
+
+    def give_up(self, why: str) -> None:
+        """The checkpoint under way will not be: say so, and forget it."""
+        kept = f"the last good one is {self.last}" if self.last is not None else "there is none yet"
+        self.say(f"WARNING: the checkpoint failed ({why}); training goes on, {kept}")
+        if self.under_way is not None:
+            shutil.rmtree(self.under_way, ignore_errors=True)
+        self.under_way = None
+
+    def check_layout(self, layout: Layout) -> None:
+        wanted = self.resume_layout()
+        if self.keeping.resume and wanted != layout:
+            raise RunFailed(f"the script's model is not the one in {self.last}: it cannot be resumed")
