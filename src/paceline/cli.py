@@ -16,13 +16,15 @@ import tyro
 from paceline.commands.bench import BenchExchange, BenchStraggler
 from paceline.commands.catalogue import Doctor, Policies
 from paceline.commands.compare import Compare, Simulate
-from paceline.commands.run import Run
+from paceline.commands.run import Report, Resume, Run
 from paceline.errors import ConfigError, PacelineError
 
 COMMANDS: dict[str, Any] = {
     "compare": Compare,
     "simulate": Simulate,
     "run": Run,
+    "resume": Resume,
+    "report": Report,
     "bench exchange": BenchExchange,
     "bench straggler": BenchStraggler,
     "policies": Policies,

@@ -118,9 +118,16 @@ class Run:
 
     def chrome_trace(self, path: str | Path) -> Path:
         """Write a timeline that opens in Perfetto and chrome://tracing."""
-        Path(path).write_bytes(chrome_trace([(self.policy, self.trace)]))
-        return Path(path)
+        return write_whole(Path(path), chrome_trace([(self.policy, self.trace)]))
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write beside the file, then rename: a reader never sees half of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
+    return path

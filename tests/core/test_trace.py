@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from paceline.core.actions import Action, Answer
-from paceline.core.events import Event, Restored, PullArrived, PushArrived
+from paceline.core.events import Event, PullArrived, PushArrived, Restored
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
 from paceline.core.policy import CentralPolicy

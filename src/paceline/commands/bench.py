@@ -11,8 +11,9 @@ from rich.table import Table
 
 from paceline.api import check_count
 from paceline.bench import exchange, straggler
-from paceline.commands.options import Outputs, write_whole
+from paceline.commands.options import Outputs
 from paceline.commands.screen import console
+from paceline.run import write_whole
 
 
 def _say(line: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
-from paceline.run import Run
+from paceline.run import Run, write_whole
 
 
 @dataclass(kw_only=True)
@@ -49,14 +49,6 @@ class Outputs:
             timelines = chrome_trace([(run.policy, run.trace) for run in runs])
             written.append(write_whole(Path(self.chrome), timelines))
         return written
-
-
-def write_whole(path: Path, data: bytes) -> Path:
-    """Write beside the file, then rename: a reader never sees half of it."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    part.replace(path)
-    return path
 
 
 @dataclass(kw_only=True)

@@ -1,15 +1,26 @@
-"""`paceline run`: a training script in real processes on this machine."""
+"""`paceline run`, `paceline resume` and `paceline report`: a training script in real processes, and what it leaves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from paceline.api import check_cluster, check_members, check_policy
+import tyro
+
+from paceline import rundir
+from paceline.api import check_cluster, check_count, check_members, check_policy
+from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
-from paceline.commands.screen import Watching, console, show_table, tell_result
+from paceline.commands.screen import console, show_table, tell_result
 from paceline.errors import ConfigError
+from paceline.report.html import write
 from paceline.run import Target
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import LivePlan
+
+NOT_RESUMED = ("dir", "json", "report", "chrome")
 
 
 @dataclass(kw_only=True)
@@ -19,7 +30,7 @@ class Run(Outputs):
     paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py --lr 0.1
 
     The script uses paceline.init() and paceline.Optimizer (see examples/). What stands after SCRIPT.py is the
-    script's.
+    script's. The run leaves a folder: configuration, metrics, trace, model.safetensors, checkpoints.
     """
 
     workers: int = 2
@@ -34,44 +45,136 @@ class Run(Outputs):
     """End the run when the script logs this: accuracy=0.95 or loss=0.1."""
     seed: int = 0
     """Of the injected slowdowns."""
+    dir: str | None = None
+    """The folder the run leaves; runs/TIME-SCRIPT if none."""
+    checkpoint_updates: int | None = None
+    """Checkpoint every so many updates; also at the end."""
+    checkpoint_s: float | None = None
+    """Checkpoint every so many seconds; also at the end."""
+    restarts: int = 0
+    """Start failed or killed workers again, so many times in all; then go on without them."""
+    abort: bool = False
+    """End the run when a worker fails that is not restarted."""
+    hang_timeout_s: float | None = None
+    """Kill a worker that waits for nobody and has not pushed for so long."""
     timeout_s: float | None = None
     """Give up after so many seconds."""
 
-    def main(self, script: list[str]) -> int:
-        from paceline.runtime.live.children import script_starter
-        from paceline.runtime.live.launch import Care, Driver, LivePlan
+    def main(self, script: list[str], resume: Path | None = None) -> int:
+        from paceline.runtime.live.launch import Driver
 
         self.check()
         if not script:
             raise ConfigError("name a script: paceline run [options] SCRIPT.py [arguments]")
         if not Path(script[0]).is_file():
             raise ConfigError(f"there is no script {script[0]!r}")
-        members = check_members(self.workers, self.servers, self.seed)
-        target = Target.parse(self.target) if self.target is not None else None
-        plan = LivePlan(
-            members=members,
-            start_worker=script_starter(script[0], script[1:], self.workers),
-            policy=check_policy(self.policy, members) if self.policy is not None else None,
-            cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
-            seed=self.seed,
-            target=target,
-            care=Care(timeout_s=self.timeout_s),
-        )
-        with Watching(f"{self.policy or 'live'}", target) as watch:
-            run = Driver(plan, lambda line: console.print(line, soft_wrap=True), watch).run()
-        run.config = {
-            "script": script[0],
-            "arguments": script[1:],
-            "workers": self.workers,
-            "servers": self.servers,
-            "cluster": str(plan.cluster) if plan.cluster is not None else None,
-            "target": str(target) if target is not None else None,
-            "seed": self.seed,
-        }
+        plan = self.plan(script)
+        folder = resume or self.make_folder(script[0])
+        plan = self.keep(plan, folder, resume is not None)
+        config = {**asdict(self), "script": script[0], "arguments": script[1:]}
+        if resume is None:
+            rundir.write_config(folder, config)
+        label = self.policy or "the script's policy"
+        with LiveTable(label, plan.target) as table:
+            driver = Driver(plan, table.say, table.watch)
+            table.driver = driver
+            run = driver.run()
+        run.config = config
+        rundir.save(folder, run)
         tell_result(run)
         show_table([run], f"{script[0]}, {self.workers} workers, {self.servers} servers, live")
         for path in self.save([run], run.config):
             console.print(f"wrote {path}", soft_wrap=True)
         for failure in run.failures:
             console.print(failure, soft_wrap=True)
+        console.print(f"the run is in {folder}; its report: paceline report {folder}", soft_wrap=True)
         return 1 if run.failures else 0
+
+    def plan(self, script: list[str]) -> LivePlan:
+        """Everything checked, nothing started."""
+        from paceline.runtime.live.children import script_starter
+        from paceline.runtime.live.launch import Care, LivePlan
+
+        members = check_members(self.workers, self.servers, self.seed)
+        if self.checkpoint_updates is not None:
+            check_count("checkpoint-updates", self.checkpoint_updates)
+        for name in ("checkpoint_s", "hang_timeout_s", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value:g} is out of range: more than 0")
+        if self.restarts < 0:
+            raise ConfigError(f"restarts={self.restarts} is out of range: 0 or more")
+        return LivePlan(
+            members=members,
+            start_worker=script_starter(script[0], script[1:], self.workers),
+            policy=check_policy(self.policy, members) if self.policy is not None else None,
+            cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
+            seed=self.seed,
+            target=Target.parse(self.target) if self.target is not None else None,
+            care=Care(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),
+        )
+
+    def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:
+        from dataclasses import replace
+
+        from paceline.runtime.live.keeping import Keeping
+
+        return replace(plan, keeping=Keeping(folder, self.checkpoint_updates, self.checkpoint_s, resume))
+
+    def make_folder(self, script: str) -> Path:
+        if self.dir is None:
+            return rundir.new(Path("runs"), Path(script).stem)
+        folder = Path(self.dir)
+        if (folder / rundir.CONFIG).exists():
+            raise ConfigError(f"--dir {self.dir} holds a run already: paceline resume {self.dir} goes on with it")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+@dataclass(kw_only=True)
+class Resume:
+    """Go on with a run from its last checkpoint: paceline resume DIR
+
+    The script, its arguments and all options are those of the run; --workers and --servers may differ.
+    """
+
+    dir: Annotated[str, tyro.conf.Positional]
+    """The folder of the run."""
+    workers: int | None = None
+    """Another number of workers."""
+    servers: int | None = None
+    """Another number of servers: the parameters are sliced anew."""
+
+    def main(self) -> int:
+        folder = Path(self.dir)
+        config = rundir.read_config(folder)
+        script = [str(config.get("script")), *config.get("arguments", [])]
+        given: dict[str, Any] = {
+            field.name: config[field.name]
+            for field in fields(Run)
+            if field.name in config and field.name not in NOT_RESUMED
+        }
+        for name in ("workers", "servers"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        return Run(**given).main(script, resume=folder)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Make the HTML report of one or several runs: paceline report DIR [DIR ...]"""
+
+    dirs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Folders of runs; several are compared."""
+    out: str | None = None
+    """The file to write; report.html in the first folder if none."""
+
+    def main(self) -> int:
+        if not self.dirs:
+            raise ConfigError("name at least one run's folder: paceline report DIR")
+        runs = [rundir.load(Path(name)) for name in self.dirs]
+        path = Path(self.out) if self.out is not None else Path(self.dirs[0]) / "report.html"
+        Outputs(report=str(path)).check()
+        write(path, [run.view() for run in runs], runs[0].config)
+        console.print(f"wrote {path}", soft_wrap=True)
+        return 0
