@@ -21,7 +21,7 @@ import paceline
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", default=os.environ.get("PACELINE_DATA", "/usr/share/datasets/fashion-mnist"))
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--lr", type=float, default=0.1, help="the peak of the schedule")
+parser.add_argument("--lr", type=float, default=0.05, help="the peak of the schedule")
 parser.add_argument("--batch", type=int, default=64)
 options = parser.parse_args()
 

@@ -111,6 +111,10 @@ def launch(
     from paceline.runtime.live.launch import Care, Driver, LivePlan
 
     members = check_members(workers, servers, seed)
+    if isinstance(policy, Policy) and policies.CATALOGUE.get(policy.name) is not type(policy):
+        raise ConfigError(
+            f"{type(policy).__name__} is not one of paceline's policies: live runs know only those so far"
+        )
     plan = LivePlan(
         members=members,
         start_worker=function_starter(fn),
@@ -169,14 +173,14 @@ class Job:
 def check_members(workers: int, servers: int, seed: int) -> Members:
     check_count("workers", workers)
     check_count("servers", servers)
-    if seed < 0:
-        raise ConfigError(f"seed={seed} is out of range: 0 or more")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ConfigError(f"seed={seed!r} is out of range: a whole number, 0 or more")
     return Members(workers, servers)
 
 
 def check_count(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name}={value} is out of range: 1 or more")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} is out of range: a whole number, 1 or more")
     return value
 
 

@@ -2,7 +2,8 @@
 
 The same `Cluster`, from a text (`random-slowdown:factor=6`) or a TOML file, gives the durations of a virtual
 run and the sleeps injected into a live one. `compute_s` is the time of one undisturbed iteration; a model
-multiplies it by a factor drawn anew for each iteration. Draws come from a generator seeded by (seed, worker),
+multiplies it by a factor drawn anew for each iteration. Without it a live run slows each iteration down by the
+factor, whatever it takes. Draws come from a generator seeded by (seed, worker),
 so the n-th iteration of a worker takes equally long in both runtimes.
 
     model = "random-slowdown"        # TOML: the same parameters as in the text form, and faults
@@ -18,6 +19,7 @@ so the n-th iteration of a worker takes equally long in both runtimes.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from paceline.core.spec import Spec, parameter
 from paceline.errors import ConfigError
 
 BLOCK = 64
+MOST_WORKERS = 100_000
+VIRTUAL_COMPUTE_S = 0.1
 WORKER_STREAM = 1
 FaultKind = Literal["crash", "leave", "join", "pause"]
 
@@ -53,7 +57,9 @@ class Cluster(Spec):
     name: ClassVar[str] = "steady"
     kind: ClassVar[str] = "cluster"
 
-    compute_s: float = parameter(0.1, low=0, doc="seconds one undisturbed iteration takes")
+    compute_s: float | None = parameter(
+        None, low=0, doc="seconds one undisturbed iteration takes; if none, 0.1 in virtual time, live its own time"
+    )
     latency_s: float = parameter(0.0005, low=0, doc="seconds a message travels (virtual)")
     bandwidth: float = parameter(1.25e9, low=1, doc="bytes a server moves per second and direction (virtual)")
     detect_s: float = parameter(0.2, low=0, doc="seconds until the loss of a worker is noticed (virtual)")
@@ -66,10 +72,14 @@ class Cluster(Spec):
 
     def durations(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
         """A function that gives how long the worker's next iteration takes."""
+        slowdown = self.slowdowns(worker, workers, seed)
+        compute_s = VIRTUAL_COMPUTE_S if self.compute_s is None else self.compute_s
+        return lambda: compute_s * slowdown()
+
+    def slowdowns(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
+        """A function that gives how many times slower the worker's next iteration is."""
         random = np.random.Generator(np.random.PCG64([seed, WORKER_STREAM, worker]))
-        factors = self.factors(worker, workers, random)
-        compute_s = self.compute_s
-        return lambda: compute_s * next(factors)
+        return self.factors(worker, workers, random).__next__
 
     def validate(self, workers: int) -> None:
         """Raise `ConfigError` if a fault names a worker that cannot be."""
@@ -78,8 +88,15 @@ class Cluster(Spec):
                 raise ConfigError(f"{fault.kind} of worker {fault.worker} needs either at_s or at_iteration")
             if fault.kind == "join" and fault.at_s is None:
                 raise ConfigError(f"join of worker {fault.worker} needs at_s: it has no iteration yet")
-            if fault.worker < 0 or (fault.kind != "join" and fault.worker >= workers):
-                raise ConfigError(f"{fault.kind} of worker {fault.worker}: workers are 0 to {workers - 1}")
+            most = MOST_WORKERS if fault.kind == "join" else workers
+            if not 0 <= fault.worker < most:
+                raise ConfigError(f"{fault.kind} of worker {fault.worker}: workers are 0 to {most - 1}")
+            for name in ("at_s", "at_iteration", "for_s"):
+                value = getattr(fault, name)
+                if value is not None and not 0 <= value < math.inf:
+                    raise ConfigError(
+                        f"{fault.kind} of worker {fault.worker}: {name}={value} is out of range: 0 or more"
+                    )
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,8 @@ def load(cluster: str | Cluster) -> Cluster:
     """A cluster from its text form or from a TOML file; a cluster object is returned as it is."""
     if isinstance(cluster, Cluster):
         return cluster
+    if not isinstance(cluster, str):
+        raise ConfigError(f"a cluster is a text like 'one-slow:factor=4', a .toml file or a Cluster, got {cluster!r}")
     if cluster.endswith(".toml"):
         return read(Path(cluster))
     return spec.parse(cluster, CATALOGUE, "cluster")

@@ -49,8 +49,12 @@ class Optimizer(torch.optim.Optimizer):
         self.live = session.init().live
         self.steps = 0
         if self.live is not None:
-            self.trained = [tensor for group in self.param_groups for tensor in group["params"] if tensor.requires_grad]
-            self.live.begin(self._describe(model), chosen)
+            given = [tensor for group in self.param_groups for tensor in group["params"]]
+            self.trained = [tensor for tensor in given if tensor.requires_grad]
+            self.frozen = [tensor for tensor in given if not tensor.requires_grad]
+            hyper = self.live.begin(self._describe(model), chosen)
+            for group, current in zip(self.param_groups, hyper or (), strict=False):
+                group.update(current)
         self.started = time.monotonic()
 
     def _describe(self, model: nn.Module | None) -> Described:
@@ -91,10 +95,23 @@ class Optimizer(torch.optim.Optimizer):
         if not self._scaler_allows():
             self.skip_step()
             return loss
+        self._refuse_late_parameters()
         self.live.slow_down(self.started)
         self.live.exchange([tensor.grad for tensor in self.trained], self._hyper())
         self.started = time.monotonic()
         return loss
+
+    def _refuse_late_parameters(self) -> None:
+        """A parameter that was frozen when this optimizer was made is not on the servers."""
+        if any(tensor.grad is not None for tensor in self.frozen):
+            raise PacelineError(
+                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "live", None) is not None:
+            raise PacelineError("in a live run all parameter groups must be there when paceline.Optimizer is made")
+        super().add_param_group(param_group)
 
     def skip_step(self) -> None:
         """An iteration without a gradient, so that nobody waits for this worker's."""

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paceline.core.trace import Trace
+from paceline import policies
+from paceline.core.machine import Machine
+from paceline.core.messages import Node
+from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
@@ -37,6 +40,8 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, metrics: tuple[str, ...] = KNOWN_METRICS) -> Target:
+        if not isinstance(text, str):
+            raise ConfigError(f"a target is a text like 'accuracy=0.95', got {text!r}")
         name, equals, number = text.partition("=")
         if not equals or name not in metrics:
             raise ConfigError(f"unknown target {text!r}: write METRIC=VALUE with METRIC one of {', '.join(metrics)}")
@@ -85,6 +90,14 @@ class Run:
         """Everything the model's `load_state_dict` needs."""
         return {**self.parameters, **self.others}
 
+    def replay(self) -> list[Divergence]:
+        """Feed the recorded events into fresh machines; the steps that came out differently (none, that is)."""
+
+        def machine_of(node: Node, header: Header) -> Machine:
+            return policies.parse(header.policy).machine(node.role, node.rank, header.members, header.seed)
+
+        return replay(self.trace, machine_of)
+
     def summary(self) -> dict[str, Any]:
         """The run as plain data: one element of "runs" in the JSON of `compare` and `simulate`."""
         metrics = self.metrics
@@ -127,7 +140,11 @@ def _finite(value: float | None) -> float | None:
 
 def write_whole(path: Path, data: bytes) -> Path:
     """Write beside the file, then rename: a reader never sees half of it."""
-    part = path.with_name(f".{path.name}.part")
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)  # a device or a pipe
+        return path
+    part = target.with_name(f".{target.name}.part")
     part.write_bytes(data)
-    part.replace(path)
+    part.replace(target)
     return path

@@ -6,6 +6,7 @@ opened: the script trains in its own process as if paceline were not there.
 
 from __future__ import annotations
 
+import numbers
 import os
 from typing import TYPE_CHECKING
 
@@ -51,11 +52,11 @@ def world() -> World:
     return _world if _world is not None else World()
 
 
-def leave() -> None:
-    """Say that this worker is done. Called when its script or function ends."""
+def leave(well: bool) -> None:
+    """Close this worker's part. Called when its script or function ends, well or not."""
     global _world
     if _world is not None and _world.live is not None:
-        _world.live.leave()
+        _world.live.leave(well)
     _world = None
 
 
@@ -68,7 +69,7 @@ def forget() -> None:
 def log(**values: float) -> None:
     """Record metrics: `paceline.log(loss=..., accuracy=...)`. They make the run's history and its target."""
     for name, value in values.items():
-        if not isinstance(value, int | float):
+        if not isinstance(value, numbers.Real):
             raise PacelineError(f"paceline.log({name}=...) takes a number, got {type(value).__name__}")
     here = world()
     if here.live is not None:

@@ -19,13 +19,13 @@ EXAMPLES = ROOT / "examples"
 PACELINE = [sys.executable, "-m", "paceline.cli"]
 
 
-def run(*command: object, data: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*command: object, data: Path | None = None, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PACELINE_DATA", None)
     if data is not None:
         environment["PACELINE_DATA"] = str(data)
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -97,7 +97,8 @@ def test_characters_learn_on_two_workers(tmp_path) -> None:
     result = tmp_path / "out.json"
     done = run(
         *(*PACELINE, "run", "--workers", 2, "--policy", "ssp:staleness=2", "--json", result),
-        *("examples/characters.py", "--steps", 25, "--batch", 8),
+        *(EXAMPLES / "characters.py", "--steps", 25, "--batch", 8),
+        folder=tmp_path,  # the run leaves a folder of its own there
     )
     assert done.returncode == 0, done.stderr
     found = losses(done.stdout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,13 +48,24 @@ def test_a_killed_drivers_folder_is_removed_and_a_live_ones_is_not() -> None:
     assert not path.exists()
 
 
-def test_a_folder_that_is_just_being_made_is_left_alone() -> None:
-    path = memory.base_folder() / f"{memory.PREFIX}test-{os.getpid()}"
-    path.mkdir()
-    assert path not in memory.remove_stale()
-    long_ago = time.time() - 2 * memory.NEW_S
-    os.utime(path, (long_ago, long_ago))
-    assert path in memory.remove_stale()
+def test_starting_and_cleaning_at_the_same_time() -> None:
+    """Eight processes make, clean up and remove folders; none is taken away under its owner."""
+    children = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                for _ in range(100):
+                    folder = memory.RunFolder()
+                    memory.remove_stale()
+                    assert (folder.path / "lock").exists()
+                    folder.remove()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 8
 
 
 def test_no_room_is_one_clear_line() -> None:

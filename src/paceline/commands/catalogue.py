@@ -65,6 +65,6 @@ class Doctor:
             ("live runs", "yes" if hasattr(os, "pidfd_open") else "no: they need Linux 5.3 or newer (pidfd)"),
             ("digits data", "yes" if digits else "no: pip install 'paceline[data]'"),
             ("workloads", ", ".join(WORKLOADS)),
-            ("left by killed runs", ", ".join(map(str, memory.remove_stale())) or "nothing"),
+            ("left by killed runs (removed at the next)", ", ".join(map(str, memory.stale())) or "nothing"),
         ]
         return rows

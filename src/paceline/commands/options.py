@@ -35,12 +35,15 @@ class Outputs:
                 raise ConfigError(f"{option} {name}: the folder {str(folder)!r} does not exist or cannot be written")
             if Path(name).is_dir():
                 raise ConfigError(f"{option} {name} is a folder: name a file")
+        names = [name for name in (self.json, self.report, self.chrome) if name is not None]
+        if len({Path(name).resolve() for name in names}) < len(names):
+            raise ConfigError("--json, --report and --chrome must name different files")
 
     def save(self, runs: list[Run], config: dict[str, Any]) -> list[Path]:
         """Write what was asked for; the files written."""
         written = []
         if self.json is not None:
-            text = json.dumps({"runs": [run.summary() for run in runs], "config": config}, indent=2)
+            text = json.dumps({"runs": [run.summary() for run in runs], "config": config}, indent=2, allow_nan=False)
             written.append(write_whole(Path(self.json), text.encode() + b"\n"))
         if self.report is not None:
             write(Path(self.report), [run.view() for run in runs], config)

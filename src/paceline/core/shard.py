@@ -212,7 +212,7 @@ class Shard(Machine):
     def is_finished(self) -> bool:
         """Whether iteration V is. Never beyond what some live worker has passed, whatever a policy says."""
         progress = self.progress
-        passed = progress.passed.get(progress.V, 0)
+        passed = progress.passed_V()
         if not passed:
             return False
         skipped = len(progress.skipped.get(progress.V, ()))

@@ -61,7 +61,7 @@ def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         outside = (low is not None and number < low) or (high is not None and number > high)
-        if outside or math.isnan(number):
+        if outside or not math.isfinite(number):
             raise ConfigError(f"{label}={_write(number)} is out of range: {describe_range(field)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.core import spec
 from paceline.core.policy import Policy
+from paceline.errors import ConfigError
 from paceline.policies.asp import ASP
 from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
@@ -14,7 +15,11 @@ CATALOGUE: dict[str, type[Policy]] = {policy.name: policy for policy in (BSP, AS
 
 def parse(policy: str | Policy) -> Policy:
     """A policy from its text form; a policy object is returned as it is."""
-    return policy if isinstance(policy, Policy) else spec.parse(policy, CATALOGUE, "policy")
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise ConfigError(f"a policy is a text like 'ssp:staleness=3' or a Policy, got {policy!r}")
+    return spec.parse(policy, CATALOGUE, "policy")
 
 
 __all__ = ["ASP", "BSP", "CATALOGUE", "SSP", "Backup", "Policy", "parse"]

@@ -19,6 +19,10 @@ from paceline.core.trace import Record
 Recorder = Callable[[Record], None]
 
 
+class NoSuchAction(AssertionError):
+    """A machine ordered something its role cannot do."""
+
+
 class Carrier(Protocol):
     """Carries out a machine's actions."""
 

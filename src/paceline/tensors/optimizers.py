@@ -8,6 +8,7 @@ slice may begin and end anywhere within a tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -71,7 +72,10 @@ def hyper_of(group: Mapping[str, Any]) -> Hyper:
             continue
         if isinstance(value, Tensor):
             value = value.item()
-        hyper[key] = tuple(float(item) for item in value) if isinstance(value, tuple | list) else value
+        if isinstance(value, tuple | list):
+            hyper[key] = tuple(float(item) for item in value)
+        elif value is None or isinstance(value, bool | int | float):
+            hyper[key] = value
     return hyper
 
 
@@ -84,7 +88,10 @@ def parse(text: str) -> OptimizerSpec:
     try:
         # As defaults, not as a group: torch checks only those.
         make: Callable[..., torch.optim.Optimizer] = ELEMENTWISE[name]
-        return describe(make([torch.zeros(1)], **hyper))
+        described = describe(make([torch.zeros(1)], **hyper))
+        if any(isinstance(value, float) and not math.isfinite(value) for value in described.groups[0].values()):
+            raise ValueError("numbers must be finite")
+        return described
     except (ValueError, TypeError) as error:
         reason = str(error).removeprefix(f"{ELEMENTWISE[name].__name__}.__init__() ")
         raise ConfigError(f"optimizer {text!r}: {reason}") from None

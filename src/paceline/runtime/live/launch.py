@@ -7,7 +7,6 @@ once; the next view goes to the shards within a millisecond, and whoever waited 
 from __future__ import annotations
 
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from paceline.cluster import Cluster, Fault
 from paceline.core.messages import Members, View
 from paceline.core.policy import Policy
 from paceline.core.trace import Header
-from paceline.errors import RunFailed
+from paceline.errors import ConfigError, PacelineError, RunFailed
 from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority
 from paceline.runtime.live import memory, wire
@@ -34,10 +33,12 @@ from paceline.runtime.live.children import Child, StartWorker, start_server
 from paceline.runtime.live.keeping import Keeper, Keeping
 from paceline.runtime.live.recording import gather
 from paceline.runtime.live.sockets import Context, Listener, Waiter
+from paceline.tensors.optimizers import Hyper
 
 TICK_S = 0.2
 SERVERS_READY_S = 60.0
 RESTART_S, RESTART_MOST_S = 0.5, 30.0
+MISSING_S = 20.0
 DEFAULT_POLICY = "bsp"
 
 
@@ -93,8 +94,14 @@ class Driver:
         self.history: list[Point] = []
         self.reached_s: float | None = None
         self.failures: list[str] = []
+        """Workers that ended with an error, and `losses` those that were killed, in words."""
+        self.losses: list[str] = []
+        self.ended_well = 0
+        self.refused = 0
+        self.told_missing = False
         self.status: dict[int, wire.WorkerStatus] = {}
         """How the workers look from shard 0."""
+        self.hyper: tuple[Hyper, ...] | None = None
         self.moved_s: dict[int, float] = {}
         """When each worker's push was last seen."""
         self.restarts_left = plan.care.restarts
@@ -116,9 +123,12 @@ class Driver:
         try:
             if self.plan.keeping is not None:
                 self.keeper = Keeper(self.plan.keeping, self.members.servers, self._order_checkpoint, self.say)
-            with tempfile.TemporaryDirectory(prefix="paceline-trace-") as output:
-                return self._run(Path(output))
+            output = self.folder.path / "trace"
+            output.mkdir()
+            return self._run(output)
         finally:
+            for number in handlers:
+                signal.signal(number, signal.SIG_IGN)
             self._end_all()
             self.folder.remove()
             for number, handler in handlers.items():
@@ -168,6 +178,8 @@ class Driver:
         self._check_progress()
         if self.keeper is not None and self.begun and not self.asked_to_finish:
             self.keeper.tick()
+        if self.interrupts and not self.begun:
+            raise KeyboardInterrupt
         if self.interrupts and not self.stopping:
             self.say("stopping after the current iterations; once more to stop at once")
             self.stop_workers("interrupted")
@@ -194,7 +206,9 @@ class Driver:
         match message:
             case wire.Describe():
                 self.described[message.rank, message.incarnation] = message
-                if self.begun:
+                if self.stopping:
+                    self._tell_worker(message.rank, message.incarnation, wire.Stop("the run is ending"))
+                elif self.begun:
                     self._admit_late(message)
             case wire.Log():
                 self._take_log(message)
@@ -228,16 +242,17 @@ class Driver:
         self._remove(child.rank, child.incarnation)
         self.status.pop(child.rank, None)
         if code == 0:
+            self.ended_well += 1
             return
         if self.restarts_left and not self.stopping:
             self._restart_later(child, code)
             return
-        if code > 0:
-            self.failures.append(f"{child} {_how(code)}")
+        (self.failures if code > 0 else self.losses).append(f"{child} {_how(code)}")
+        self.refused += code == 2
         if self.plan.care.abort:
             raise RunFailed(f"{child} {_how(code)}, and the run is to end then")
         others = len(self.live_workers())
-        self.say(f"{child} {_how(code)}; {others} other{'s' * (others != 1)} go on")
+        self.say(f"{child} {_how(code)}; {others} other{' goes' if others == 1 else 's go'} on")
 
     def _restart_later(self, child: Child, code: int) -> None:
         """Start the rank again after a pause that doubles with each of its lives."""
@@ -307,7 +322,11 @@ class Driver:
     def _consider_beginning(self) -> None:
         """Begin when every worker that is alive has described its model and every server is configured."""
         workers = self.live_workers()
-        if not workers or any((child.rank, child.incarnation) not in self.described for child in workers):
+        missing = [str(c) for c in workers if (c.rank, c.incarnation) not in self.described]
+        if missing and not self.told_missing and time.monotonic() - self.started > MISSING_S:
+            self.told_missing = True
+            self.say(f"still waiting for {', '.join(missing)} to make a paceline.Optimizer")
+        if not workers or missing:
             return
         if len(self.servers_there) < self.members.servers:
             return
@@ -322,7 +341,7 @@ class Driver:
     def _configure(self) -> None:
         lead = self.described.get((0, 0))
         if lead is None or lead.layout is None or lead.optimizer is None:
-            raise RunFailed("worker 0 ended before it described the model: " + "; ".join(self.failures))
+            raise self._never_began()
         self.lead = lead
         if self.keeper is not None:
             self.keeper.check_layout(lead.layout)
@@ -358,7 +377,7 @@ class Driver:
     def _welcome(self, described: wire.Describe) -> None:
         if self._fits(described):
             view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
-            begin = wire.Begin(view, str(self.policy), self.epoch_s)
+            begin = wire.Begin(view, str(self.policy), self.epoch_s, self.hyper)
             self._tell_worker(described.rank, described.incarnation, begin)
 
     def _fits(self, described: wire.Describe) -> bool:
@@ -367,7 +386,8 @@ class Driver:
             return True
         reason = (
             f"the model of worker {described.rank} differs from worker 0's "
-            "(names, shapes, groups or dtype of the parameters): build the same model on every worker"
+            "(names, shapes, groups or dtype of the parameters, kind of optimizer, policy): "
+            "build the same on every worker"
         )
         self._remove(described.rank, described.incarnation)
         self._tell_worker(described.rank, described.incarnation, wire.Refuse(reason))
@@ -392,9 +412,9 @@ class Driver:
     def _finish(self) -> None:
         """All workers are gone: collect the parameters."""
         if self.lead is None or self.lead.layout is None or not self.begun:
-            raise RunFailed(
-                "; ".join(self.failures) or "the script ended without making a paceline.Optimizer: nothing was trained"
-            )
+            raise self._never_began()
+        if not self.ended_well and not self.failures:
+            self.failures.extend(self.losses)
         if len(self.servers_configured) < self.members.servers:
             return  # a server is being restarted
         memory.create(self.folder.path / "final", self.lead.layout)
@@ -403,6 +423,15 @@ class Driver:
             self.keeper.begin()
         for shard in range(self.members.servers):
             self._tell_server(shard, wire.Finish())
+
+    def _never_began(self) -> PacelineError:
+        """Why nothing was trained."""
+        why = "; ".join([*self.failures, *self.losses])
+        if self.refused and self.refused == len(self.failures):
+            return ConfigError(f"{why}: see above")
+        if why:
+            return RunFailed(f"{why}, before the run began")
+        return RunFailed("the script ended without making a paceline.Optimizer: nothing was trained")
 
     def _result(self, output: Path) -> Run:
         assert self.lead is not None
@@ -449,7 +478,7 @@ class Driver:
         children = [child for child in self.live_workers() if child.rank == fault.worker]
         match fault.kind:
             case "join":
-                if not children and self.live_workers():
+                if not children and self.live_workers() and not self.stopping:
                     self.start_worker(fault.worker)
             case "crash":
                 for child in children:
@@ -473,6 +502,7 @@ class Driver:
             if before is None or before.pushed != seen.pushed or seen.waits:
                 self.moved_s[rank] = now
         self.status = status.workers
+        self.hyper = status.hyper
 
     def _check_progress(self) -> None:
         """Give up workers that are alive but stuck."""
@@ -501,12 +531,13 @@ class Driver:
 
         def interrupted(number: int, frame: FrameType | None) -> None:
             self.interrupts += 1
-            if self.interrupts > 1:
+            if self.interrupts == 2:
                 raise KeyboardInterrupt
 
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        return {number: signal.signal(number, interrupted) for number in caught}
 
     def _end_all(self) -> None:
         for child in self.children.values():

@@ -18,7 +18,6 @@ import mmap
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -28,8 +27,7 @@ from paceline.errors import PacelineError
 from paceline.tensors.layout import Layout
 
 PREFIX = "paceline-"
-NEW_S = 60.0
-"""A folder without a lock file is left alone for so long: its driver may be just about to lock it."""
+MAKING = ".paceline-"
 
 
 def base_folder() -> Path:
@@ -42,9 +40,12 @@ class RunFolder:
 
     def __init__(self) -> None:
         remove_stale()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base_folder()))
-        self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        # Locked before it has the name by which others look for what nobody owns.
+        making = Path(tempfile.mkdtemp(prefix=f"{MAKING}{os.getpid()}-", dir=base_folder()))
+        self.lock = os.open(making / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
+        self.path = making.with_name(PREFIX + making.name.removeprefix(MAKING))
+        making.rename(self.path)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -53,29 +54,32 @@ class RunFolder:
 
 def remove_stale() -> list[Path]:
     """Remove what killed runs left behind; nothing of a live run."""
-    removed = []
-    for folder in base_folder().glob(PREFIX + "*"):
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except FileNotFoundError:
-            if folder.exists() and time.time() - folder.stat().st_mtime > NEW_S:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
-            continue
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        finally:
-            os.close(lock)
+    removed = stale()
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
     return removed
+
+
+def stale() -> list[Path]:
+    """Folders of runs that are no more: nobody holds their lock."""
+    return [folder for folder in base_folder().glob(PREFIX + "*") if _is_stale(folder)]
+
+
+def _is_stale(folder: Path) -> bool:
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(folder / "lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
 
 
 def create(path: Path, layout: Layout) -> Tensor:

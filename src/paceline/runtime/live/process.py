@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 
 from paceline import session
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,14 +45,15 @@ def run_worker(rank: int, work: Callable[[], object]) -> int:
         work()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
     except PacelineError as error:
         print(f"worker {rank}: {error}", file=sys.stderr)
-        code = 1
+        code = 2 if isinstance(error, ConfigError) else 1
     except BaseException:
         print(f"worker {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
         code = 1
-    if code == 0:
-        session.leave()
+    session.leave(well=code == 0)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
@@ -66,8 +67,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     rank = int(os.environ["PACELINE_RANK"])
-    # Not sys.exit: what a library left running must not keep the process.
-    os._exit(run_worker(rank, lambda: runpy.run_path(script, run_name="__main__")))
+    sys.exit(run_worker(rank, lambda: runpy.run_path(script, run_name="__main__")))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, ViewChanged
 from paceline.core.messages import Handle, Node, Pull, Push
 from paceline.core.shard import Shard
-from paceline.runtime.driver import Seat
+from paceline.runtime.driver import NoSuchAction, Seat
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.process import die_with, ignore_interrupts
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
 from paceline.tensors import state
-from paceline.tensors.optimizers import SliceOptimizer, State
+from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
 IDLE_S = 0.5
 STATUS_S = 0.5
@@ -70,6 +70,8 @@ class LiveServer:
         """Why each parked worker waits."""
         self.staleness: dict[int, int] = {}
         self.told_status_s = 0.0
+        self.hyper: tuple[Hyper, ...] | None = None
+        """What a scheduler has changed the hyper-parameters to."""
         self.checkpoint_every: int | None = None
         self.seat: Seat
         self.machine: Shard
@@ -161,7 +163,7 @@ class LiveServer:
                 worker: wire.WorkerStatus(pushed, self.waits.get(worker, ""), self.staleness.get(worker, 0))
                 for worker, pushed in self.machine.progress.next.items()
             }
-            self.driver.send(wire.encode(wire.Status(status)))
+            self.driver.send(wire.encode(wire.Status(status, self.hyper)))
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
@@ -195,8 +197,10 @@ class LiveServer:
 
     def take_push(self, push: Push, exchange: wire.Exchange) -> None:
         handle = push.handle
-        if exchange.hyper is not None:
+        if exchange.hyper is not None and handle.source == min(rank for rank, _ in self.alive):
+            # One voice: the schedulers of workers that joined late, or run ahead, stand elsewhere.
             self.optimizer.set_hyper(exchange.hyper)
+            self.hyper = exchange.hyper
         segment = self.segment(handle.source, handle.incarnation)
         segment.absent = frozenset(exchange.absent)
         segment.holds = -1
@@ -249,10 +253,10 @@ class LiveServer:
         self.waits[action.pull.worker] = action.reason
 
     def send(self, action: Send) -> None:
-        raise AssertionError(f"a server cannot {action}")
+        raise NoSuchAction(f"a server cannot {action}")
 
     def compute(self, action: Compute) -> None:
-        raise AssertionError(f"a server cannot {action}")
+        raise NoSuchAction(f"a server cannot {action}")
 
 
 def sender_of(message: Push | Pull) -> tuple[int, int]:

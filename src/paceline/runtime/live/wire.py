@@ -66,6 +66,8 @@ class Begin(Struct, frozen=True, tag=True):
     view: View
     policy: str
     epoch_s: float
+    hyper: tuple[Hyper, ...] | None
+    """The hyper-parameters of the run by now, for a worker that joins."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -120,6 +122,8 @@ class WorkerStatus(Struct, frozen=True, array_like=True):
 
 class Status(Struct, frozen=True, tag=True):
     workers: dict[int, WorkerStatus]
+    hyper: tuple[Hyper, ...] | None
+    """What schedulers have changed the hyper-parameters to."""
 
 
 class NewView(Struct, frozen=True, tag=True):

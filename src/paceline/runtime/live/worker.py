@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,14 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import cluster, policies
-from paceline.cluster import Fault
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
 from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
-from paceline.runtime.driver import Seat
+from paceline.runtime.driver import NoSuchAction, Seat
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
@@ -58,6 +58,10 @@ class Described:
     aliases: dict[str, str]
     """Second names of tied weights."""
 
+    def digest(self, policy: Policy | None) -> str:
+        """What must be the same on every worker."""
+        return f"{self.layout.digest()}/{self.optimizer.name}/{policy}"
+
 
 class LiveWorker:
     """Carries out the actions of one worker's machine."""
@@ -83,11 +87,13 @@ class LiveWorker:
         self.pushed: Sequence[Tensor | None] = ()
         """The gradient in it."""
         self.sent_hyper: tuple[Hyper, ...] | None = None
-        self.faults: tuple[Fault, ...] = self.config.faults if incarnation == 0 else ()
-        self.duration = None
-        if self.config.cluster is not None:
-            scenario = replace(cluster.load(self.config.cluster), faults=self.config.faults)
-            self.duration = scenario.durations(rank, self.config.members.workers, self.config.seed)
+        self.faults = [f for f in self.config.faults if f.worker == rank and f.at_iteration is not None]
+        if incarnation > 0:
+            self.faults.clear()
+        self.scenario = cluster.load(self.config.cluster) if self.config.cluster is not None else None
+        if self.scenario is not None:
+            self.slowdown = self.scenario.slowdowns(rank, self.config.members.workers, self.config.seed)
+        self.pid = os.getpid()
         self.layout: Layout
         self.machine: Worker
         self.seat: Seat
@@ -101,12 +107,15 @@ class LiveWorker:
     def now(self) -> float:
         return time.monotonic() - self.epoch_s
 
-    def begin(self, model: Described, policy: Policy | None) -> None:
+    def begin(self, model: Described, policy: Policy | None) -> tuple[Hyper, ...] | None:
         """Describe the model, wait for the servers, and have its tensors hold the first parameters.
 
         On the CPU the tensors become views of the segment: what the servers write there is in the model, without
         a copy. From its push to the answer the segment holds the gradient, so `step` does not return before.
+        Returns the hyper-parameters the run has by now, if this worker joins late.
         """
+        if hasattr(self, "model"):
+            raise PacelineError("a worker has one paceline.Optimizer: give it all parameters, in groups if need be")
         self.model = model
         self.layout = layout = model.layout
         tensors, optimizer = model.tensors, model.optimizer
@@ -128,7 +137,7 @@ class LiveWorker:
                 wire.Describe(
                     self.rank,
                     self.incarnation,
-                    layout.digest(),
+                    model.digest(policy),
                     layout if lead else None,
                     optimizer if lead else None,
                     str(policy) if policy is not None else None,
@@ -157,6 +166,10 @@ class LiveWorker:
         if self.in_place:
             for tensor, view in zip(tensors, self.views, strict=True):
                 tensor.data = view
+        self.changes = [tensor._version for tensor in tensors]
+        if begin.hyper is not None:
+            self.sent_hyper = begin.hyper
+        return begin.hyper
 
     def take_others(self) -> None:
         """What is not trained (frozen parameters, buffers) starts as worker 0 has it."""
@@ -179,6 +192,7 @@ class LiveWorker:
 
     def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
         """Push a gradient; return when the model holds the parameters of the next iteration."""
+        self.check_whole(gradients)
         self.pushed = gradients
         refusal = "" if write_gradient(gradients, self.views) else "the gradient is not finite"
         if refusal:
@@ -186,6 +200,23 @@ class LiveWorker:
             self.driver.send(wire.encode(rejected))
         absent = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
         self.push(absent, hyper, refusal)
+
+    def check_whole(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse what would go wrong in silence: this is not the process or not the model that was described."""
+        if os.getpid() != self.pid:
+            raise PacelineError(f"worker {self.rank} called step in a child process: only the process itself may")
+        for index, (tensor, view) in enumerate(zip(self.model.tensors, self.views, strict=True)):
+            gradient = gradients[index]
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise PacelineError(
+                    f"{self.layout.entries[index].name} has a sparse gradient: only dense ones can be sent"
+                )
+            moved = self.in_place and tensor.data_ptr() != view.data_ptr()
+            if moved or tensor._version != self.changes[index]:
+                raise PacelineError(
+                    f"{self.layout.entries[index].name} was changed by the script: once wrapped, parameters belong to "
+                    "the servers; load or change them before paceline.Optimizer is made"
+                )
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """An iteration without a gradient: it counts as progress, and nobody waits for it."""
@@ -217,6 +248,7 @@ class LiveWorker:
                 self.trace.flush()
         if not self.in_place:
             flatten(self.views, self.tensors)
+            self.changes = [tensor._version for tensor in self.model.tensors]
         self.hear_driver()
         if self.stopping:
             raise Stopped
@@ -276,29 +308,32 @@ class LiveWorker:
 
     def slow_down(self, started: float) -> None:
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
-        if self.duration is not None:
-            remaining = self.duration() - (time.monotonic() - started)
+        if self.scenario is not None:
+            took = time.monotonic() - started
+            undisturbed = took if self.scenario.compute_s is None else self.scenario.compute_s
+            remaining = self.slowdown() * undisturbed - took
             if remaining > 0:
                 time.sleep(remaining)
-        for fault in self.faults:
-            if fault.worker == self.rank and fault.at_iteration == self.machine.iteration:
-                if fault.kind == "crash":
-                    os.kill(os.getpid(), 9)
-                elif fault.kind == "leave":
-                    raise Stopped
-                elif fault.kind == "pause":
-                    time.sleep(fault.for_s)
+        for fault in [f for f in self.faults if self.machine.iteration >= (f.at_iteration or 0)]:
+            self.faults.remove(fault)
+            if fault.kind == "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "leave":
+                raise Stopped
+            elif fault.kind == "pause":
+                time.sleep(fault.for_s)
 
     def log(self, values: dict[str, float]) -> None:
         started = hasattr(self, "machine")
         iteration, updates = (self.machine.iteration, self.machine.versions[0]) if started else (0, 0)
         self.driver.send(wire.encode(wire.Log(self.rank, self.now(), iteration, updates, values)))
 
-    def leave(self) -> None:
-        """This worker is done: leave its buffers for the average, say so, and let the last messages out."""
-        if hasattr(self, "model"):
+    def leave(self, well: bool) -> None:
+        """This worker ends. If all is well it leaves its buffers for the average, and says goodbye."""
+        if well and hasattr(self, "model"):
             save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
-        self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
+        if well:
+            self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
             self.trace.close()
         self.context.close()
@@ -310,16 +345,16 @@ class LiveWorker:
         self.outbox.setdefault(action.to.rank, []).append(action.message)
 
     def apply(self, action: Apply) -> None:
-        raise AssertionError(f"a worker cannot {action}")
+        raise NoSuchAction(f"a worker cannot {action}")
 
     def drop(self, action: Drop) -> None:
-        raise AssertionError(f"a worker cannot {action}")
+        raise NoSuchAction(f"a worker cannot {action}")
 
     def answer(self, action: Answer) -> None:
-        raise AssertionError(f"a worker cannot {action}")
+        raise NoSuchAction(f"a worker cannot {action}")
 
     def park(self, action: Park) -> None:
-        raise AssertionError(f"a worker cannot {action}")
+        raise NoSuchAction(f"a worker cannot {action}")
 
 
 def write_gradient(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> bool:

@@ -10,16 +10,12 @@ from torch import Tensor
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived
 from paceline.core.messages import Parameters, Pull, Push
-from paceline.runtime.driver import Seat
+from paceline.runtime.driver import NoSuchAction, Seat
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, Wire
 from paceline.tensors.optimizers import SliceOptimizer
 
 if TYPE_CHECKING:
     from paceline.runtime.virtual.simulation import Simulation
-
-
-class NoSuchAction(AssertionError):
-    """A machine ordered something its role cannot do."""
 
 
 class VirtualServer:

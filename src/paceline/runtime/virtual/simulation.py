@@ -70,6 +70,7 @@ class Simulation:
         self.evaluated_at = 0
         self.reached_s: float | None = None
         self.steps = 0
+        self.at_iteration = [fault for fault in plan.cluster.faults if fault.at_iteration is not None]
         self.servers = [self._server(shard) for shard in range(plan.members.servers)]
         self.workers: dict[int, VirtualWorker] = {}
 
@@ -152,9 +153,11 @@ class Simulation:
         self.engine.at(self.engine.now + self.cluster.detect_s, FAULT, noticed)
 
     def strike_at_iteration(self, worker: VirtualWorker, iteration: int, when: float) -> None:
-        for fault in self.cluster.faults:
-            if fault.worker == worker.rank and fault.at_iteration == iteration and worker.incarnation == 0:
-                self.engine.at(when, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+        """Faults that wait for an iteration strike when it, or one after it, is started: it may be skipped."""
+        due = [f for f in self.at_iteration if f.worker == worker.rank and iteration >= (f.at_iteration or 0)]
+        for fault in due:
+            self.at_iteration.remove(fault)
+            self.engine.at(when, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
 
     def strike(self, fault: Fault) -> None:
         worker = self.workers.get(fault.worker)
