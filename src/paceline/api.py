@@ -108,7 +108,8 @@ def launch(
     closures and functions of a notebook work. A `policy` given here beats the one in `fn`.
     """
     from paceline.runtime.live.children import function_starter
-    from paceline.runtime.live.launch import Care, Driver, LivePlan
+    from paceline.runtime.live.launch import Driver, LivePlan
+    from paceline.runtime.live.watching import Care
 
     members = check_members(workers, servers, seed)
     if isinstance(policy, Policy) and policies.CATALOGUE.get(policy.name) is not type(policy):
@@ -173,14 +174,15 @@ class Job:
 def check_members(workers: int, servers: int, seed: int) -> Members:
     check_count("workers", workers)
     check_count("servers", servers)
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ConfigError(f"seed={seed!r} is out of range: a whole number, 0 or more")
+    check_count("seed", seed, least=0)
     return Members(workers, servers)
 
 
-def check_count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} is out of range: a whole number, 1 or more")
+def check_count(name: str, value: int, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not a whole number ({least} or more)")
+    if value < least:
+        raise ConfigError(f"{name}={value} is out of range: {least} or more")
     return value
 
 

@@ -22,7 +22,8 @@ from paceline.core.messages import Members
 from paceline.core.trace import Trace, replay
 from paceline.errors import RunFailed
 from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Care, Driver, LivePlan
+from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.watching import Care
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
@@ -91,7 +92,7 @@ def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
         (victim,) = [child for child in driver.live_workers() if child.rank == 1]
         killed_at.append(time.monotonic() - driver.epoch_s)
         victim.kill()
-        driver.due.append(Fault("join", 1, at_s=killed_at[0] + 0.3))
+        driver.striker.due.append(Fault("join", 1, at_s=killed_at[0] + 0.3))
 
     killer = threading.Thread(target=kill_and_join)
     killer.start()
@@ -118,6 +119,22 @@ def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     joined = done_by(run, 1, incarnation=1)
     assert joined[0] > 20, "it starts where the others are"
     assert joined[-1] >= (145 if policy.startswith("backup") else 149)
+    assert run.failures == []
+
+
+def test_shards_that_disagree_do_not_hang_a_worker() -> None:
+    """Under Backup the last shard a worker hears may answer less than the others: it must be asked again at once."""
+
+    def work() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.001), model=model)
+        while opt.global_step < 600:
+            opt.zero_grad()
+            model(torch.ones(4, 64)).sum().backward()
+            opt.step()
+
+    run = paceline.launch(work, workers=3, servers=3, policy="backup:extra=1", timeout_s=60)
     assert run.failures == []
 
 

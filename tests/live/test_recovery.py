@@ -25,7 +25,8 @@ from paceline.run import Run
 from paceline.runtime.live import checkpoint
 from paceline.runtime.live.children import function_starter
 from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Care, Driver, LivePlan
+from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.watching import Care
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone

@@ -19,7 +19,8 @@ from paceline.core.messages import Members
 from paceline.errors import ConfigError, RunFailed
 from paceline.policies import BSP
 from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Care, Driver, LivePlan
+from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.watching import Care
 
 
 def model_and_optimizer(**more) -> tuple[nn.Module, paceline.Optimizer]:
@@ -225,7 +226,7 @@ def test_a_worker_that_joins_while_the_run_ends_is_told_so() -> None:
     def stop_and_join() -> None:
         while not driver.history:
             time.sleep(0.001)
-        driver.due.append(Fault("join", 2, at_s=0.0))
+        driver.striker.due.append(Fault("join", 2, at_s=0.0))
         time.sleep(0.3)
         driver.interrupts = 1
 

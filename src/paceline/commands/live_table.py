@@ -68,7 +68,7 @@ class LiveTable:
         for heading in ("worker", "iteration", "pushes/s", "staleness"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("doing", overflow="ellipsis", no_wrap=True)
-        for rank, status in sorted(self.driver.status.items() if self.driver is not None else ()):
+        for rank, status in sorted(self.driver.watchman.status.items() if self.driver is not None else ()):
             doing = f"[yellow]waits: {status.waits}[/yellow]" if status.waits else "computes"
             table.add_row(str(rank), str(status.pushed), f"{self.rate(rank, status.pushed):.1f}",
                           str(status.staleness), doing)  # fmt: skip

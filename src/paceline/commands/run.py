@@ -93,7 +93,8 @@ class Run(Outputs):
     def plan(self, script: list[str]) -> LivePlan:
         """Everything checked, nothing started."""
         from paceline.runtime.live.children import script_starter
-        from paceline.runtime.live.launch import Care, LivePlan
+        from paceline.runtime.live.launch import LivePlan
+        from paceline.runtime.live.watching import Care
 
         members = check_members(self.workers, self.servers, self.seed)
         if self.checkpoint_updates is not None:
@@ -106,7 +107,7 @@ class Run(Outputs):
             raise ConfigError(f"restarts={self.restarts} is out of range: 0 or more")
         return LivePlan(
             members=members,
-            start_worker=script_starter(script[0], script[1:], self.workers),
+            start_worker=script_starter(script[0], script[1:], self.workers, console.is_terminal),
             policy=check_policy(self.policy, members) if self.policy is not None else None,
             cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
             seed=self.seed,

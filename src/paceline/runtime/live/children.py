@@ -29,6 +29,8 @@ class Child:
     sentinel: int
     wait: Callable[[], int]
     """Collect the exit code; negative is the signal that killed it."""
+    output: int | None = None
+    """What it prints, if it comes through the driver."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank}"
@@ -56,14 +58,16 @@ def start_server(folder: Path, shard: int, life: int) -> Child:
     return _spawn("server", shard, life, command, dict(os.environ))
 
 
-def script_starter(script: str, arguments: list[str], workers: int) -> StartWorker:
-    """Workers that run a script, each in a fresh interpreter."""
+def script_starter(script: str, arguments: list[str], workers: int, through_driver: bool = False) -> StartWorker:
+    """Workers that run a script, each in a fresh interpreter; their output goes to the terminal or to the driver."""
 
     def start(rank: int, incarnation: int, folder: Path) -> Child:
         environment = {**os.environ, **_environment(rank, incarnation, folder)}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
         command = [sys.executable, "-m", "paceline.runtime.live.process", script, *arguments]
-        return _spawn("worker", rank, incarnation, command, environment)
+        if through_driver:
+            environment["PYTHONUNBUFFERED"] = "1"
+        return _spawn("worker", rank, incarnation, command, environment, through_driver)
 
     return start
 
@@ -102,10 +106,15 @@ def _environment(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
     }
 
 
-def _spawn(role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str]) -> Child:
+def _spawn(
+    role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str], piped: bool = False
+) -> Child:
     environment["PACELINE_DRIVER"] = str(os.getpid())
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait)
+    output, into = os.pipe() if piped else (None, None)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=into, stderr=into)
+    if into is not None:
+        os.close(into)
+    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait, output)
 
 
 def _collect(pid: int) -> int:

@@ -10,50 +10,32 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, assert_never
 
 import msgspec
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from paceline import policies
-from paceline.cluster import Cluster, Fault
+from paceline.cluster import Cluster
 from paceline.core.messages import Members, View
 from paceline.core.policy import Policy
-from paceline.core.trace import Header
 from paceline.errors import ConfigError, PacelineError, RunFailed
 from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.echo import Echo
+from paceline.runtime.live.harvest import harvest
 from paceline.runtime.live.keeping import Keeper, Keeping
-from paceline.runtime.live.recording import gather
 from paceline.runtime.live.sockets import Context, Listener, Waiter
-from paceline.tensors.optimizers import Hyper
+from paceline.runtime.live.striking import Striker
+from paceline.runtime.live.watching import Care, Watchman
 
 TICK_S = 0.2
-SERVERS_READY_S = 60.0
 RESTART_S, RESTART_MOST_S = 0.5, 30.0
-MISSING_S = 20.0
 DEFAULT_POLICY = "bsp"
-
-
-@dataclass(frozen=True)
-class Care:
-    """What to do when something goes wrong."""
-
-    restarts: int = 0
-    """Failed or killed workers are started again, so many times in all; then they are dropped."""
-    abort: bool = False
-    """End the run when a worker fails that is not restarted, instead of going on without it."""
-    hang_timeout_s: float | None = None
-    """Kill a worker that is not waiting for anybody and has not pushed for so long."""
-    timeout_s: float | None = None
-    """Give the whole run up after so long."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class LivePlan:
     cluster: Cluster | None = None
     seed: int = 0
     target: Target | None = None
-    care: Care = Care()
+    care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
 
 
@@ -98,12 +80,8 @@ class Driver:
         self.losses: list[str] = []
         self.ended_well = 0
         self.refused = 0
-        self.told_missing = False
-        self.status: dict[int, wire.WorkerStatus] = {}
-        """How the workers look from shard 0."""
-        self.hyper: tuple[Hyper, ...] | None = None
-        self.moved_s: dict[int, float] = {}
-        """When each worker's push was last seen."""
+        self.watchman = Watchman(self, plan.care)
+        self.striker = Striker(self, plan.cluster)
         self.restarts_left = plan.care.restarts
         self.to_start: list[tuple[float, int]] = []
         """(when, rank) of workers to be started again."""
@@ -111,10 +89,6 @@ class Driver:
         self.keeper: Keeper | None = None
         self.interrupts = 0
         self.stopping = False
-        self.due = sorted(
-            (fault for fault in (plan.cluster.faults if plan.cluster else ()) if fault.at_s is not None),
-            key=lambda fault: fault.at_s or 0.0,
-        )
         self.epoch_s = time.monotonic()
 
     def run(self) -> Run:
@@ -150,15 +124,18 @@ class Driver:
             self.listener = Listener(self.context, self.folder.path / "driver")
             self.waiter = Waiter()
             self.waiter.watch(self.listener)
+            self.echo = Echo(self.waiter, self.say)
             for shard in range(self.members.servers):
                 self._adopt(start_server(self.folder.path, shard, 0))
             for rank in range(self.members.workers):
                 self.start_worker(rank)
-            self.started = time.monotonic()
             while not self.done():
                 self.turn()
-            return self._result(output)
+            for sentinel in list(self.children):
+                self.child_ended(self.children.pop(sentinel))
+            return harvest(self, output)
         finally:
+            self.echo.close_all()
             self.context.close()
 
     def done(self) -> bool:
@@ -169,13 +146,14 @@ class Driver:
         ready = self.waiter.wait(TICK_S)
         while (received := self.listener.receive()) is not None:
             self.hear(wire.decode_to_driver(received[1]))
-        for sentinel in ready:
-            if isinstance(sentinel, int):
-                self.child_ended(self.children.pop(sentinel))
-        self._strike_due()
+        for descriptor in ready:
+            if descriptor in self.children:
+                self.child_ended(self.children.pop(descriptor))
+            elif descriptor in self.echo.begun:
+                self.echo.hear(descriptor)
+        self.striker.tick()
         self._start_due()
-        self._check_time()
-        self._check_progress()
+        self.watchman.tick()
         if self.keeper is not None and self.begun and not self.asked_to_finish:
             self.keeper.tick()
         if self.interrupts and not self.begun:
@@ -199,6 +177,8 @@ class Driver:
     def _adopt(self, child: Child) -> None:
         self.children[child.sentinel] = child
         self.waiter.watch(child.sentinel)
+        if child.output is not None:
+            self.echo.listen(child.output)
 
     # What is heard.
 
@@ -207,7 +187,7 @@ class Driver:
             case wire.Describe():
                 self.described[message.rank, message.incarnation] = message
                 if self.stopping:
-                    self._tell_worker(message.rank, message.incarnation, wire.Stop("the run is ending"))
+                    self.tell_worker(message.rank, message.incarnation, wire.Stop("the run is ending"))
                 elif self.begun:
                     self._admit_late(message)
             case wire.Log():
@@ -221,7 +201,7 @@ class Driver:
                     f"rejected the gradient of worker {message.worker}, iteration {message.iteration}: {message.reason}"
                 )
             case wire.Status():
-                self._take_status(message)
+                self.watchman.take_status(message)
             case wire.Due():
                 if self.keeper is not None:
                     self.keeper.begin()
@@ -236,11 +216,13 @@ class Driver:
     def child_ended(self, child: Child) -> None:
         self.waiter.forget(child.sentinel)
         code = child.reap()
+        if child.output in self.echo.begun:
+            self.echo.hear(child.output)
         if child.role == "server":
             self._server_ended(child, code)
             return
         self._remove(child.rank, child.incarnation)
-        self.status.pop(child.rank, None)
+        self.watchman.status.pop(child.rank, None)
         if code == 0:
             self.ended_well += 1
             return
@@ -298,7 +280,7 @@ class Driver:
             view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
             self._tell_server(ready.shard, wire.NewView(view))
             for rank, incarnation in view.members:
-                self._tell_worker(rank, incarnation, wire.Reopened(ready.shard))
+                self.tell_worker(rank, incarnation, wire.Reopened(ready.shard))
 
     def _remove(self, rank: int, incarnation: int) -> bool:
         """Take a worker out of the membership, if it is in. Whether it was."""
@@ -323,9 +305,7 @@ class Driver:
         """Begin when every worker that is alive has described its model and every server is configured."""
         workers = self.live_workers()
         missing = [str(c) for c in workers if (c.rank, c.incarnation) not in self.described]
-        if missing and not self.told_missing and time.monotonic() - self.started > MISSING_S:
-            self.told_missing = True
-            self.say(f"still waiting for {', '.join(missing)} to make a paceline.Optimizer")
+        self.watchman.tell_missing(missing)
         if not workers or missing:
             return
         if len(self.servers_there) < self.members.servers:
@@ -377,8 +357,8 @@ class Driver:
     def _welcome(self, described: wire.Describe) -> None:
         if self._fits(described):
             view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
-            begin = wire.Begin(view, str(self.policy), self.epoch_s, self.hyper)
-            self._tell_worker(described.rank, described.incarnation, begin)
+            begin = wire.Begin(view, str(self.policy), self.epoch_s, self.watchman.hyper)
+            self.tell_worker(described.rank, described.incarnation, begin)
 
     def _fits(self, described: wire.Describe) -> bool:
         assert self.lead is not None
@@ -390,7 +370,7 @@ class Driver:
             "build the same on every worker"
         )
         self._remove(described.rank, described.incarnation)
-        self._tell_worker(described.rank, described.incarnation, wire.Refuse(reason))
+        self.tell_worker(described.rank, described.incarnation, wire.Refuse(reason))
         return False
 
     def _announce(self, view: View) -> None:
@@ -400,14 +380,14 @@ class Driver:
     def _tell_server(self, shard: int, message: wire.ToServer) -> None:
         self.listener.send(b"server:%d" % shard, wire.encode(message))
 
-    def _tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
+    def tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
         self.listener.send(b"worker:%d:%d" % (rank, incarnation), wire.encode(message))
 
     def stop_workers(self, reason: str) -> None:
         """Ask the workers to end after their current step."""
         self.stopping = True
         for child in self.live_workers():
-            self._tell_worker(child.rank, child.incarnation, wire.Stop(reason))
+            self.tell_worker(child.rank, child.incarnation, wire.Stop(reason))
 
     def _finish(self) -> None:
         """All workers are gone: collect the parameters."""
@@ -432,99 +412,6 @@ class Driver:
         if why:
             return RunFailed(f"{why}, before the run began")
         return RunFailed("the script ended without making a paceline.Optimizer: nothing was trained")
-
-    def _result(self, output: Path) -> Run:
-        assert self.lead is not None
-        assert self.lead.layout is not None
-        layout = self.lead.layout
-        final = memory.attach(self.folder.path / "final", layout).clone()
-        slice_bytes = layout.slice_bytes(self.members.servers)
-        for sentinel in list(self.children):
-            self.child_ended(self.children.pop(sentinel))
-        trace = gather(output, Header("live", str(self.policy), self.members, self.plan.seed, slice_bytes))
-        ended = max((record.event.at for record in trace.records[-1:]), default=0.0)
-        return Run(
-            policy=str(self.policy),
-            runtime="live",
-            history=self.history,
-            trace=trace,
-            parameters=layout.named(final),
-            others=self._others(layout.named(final)),
-            time_s=ended,
-            target=self.plan.target,
-            time_to_target_s=self.reached_s,
-            failures=self.failures,
-        )
-
-    def _others(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the model holds besides its trained parameters; buffers as the mean over the workers that ended well."""
-        assert self.lead is not None
-        others = load_file(self.folder.path / "others")
-        left = [load_file(path) for path in sorted(self.folder.path.glob("buffers-*"))]
-        for name in left[0] if left else ():
-            values = torch.stack([buffers[name] for buffers in left])
-            others[name] = values.mean(0) if values.is_floating_point() else values.amax(0)
-        for alias, name in self.lead.aliases.items():
-            others[alias] = parameters[name] if name in parameters else others[name]
-        return others
-
-    # Faults, time, signals.
-
-    def _strike_due(self) -> None:
-        while self.begun and self.due and time.monotonic() - self.epoch_s >= (self.due[0].at_s or 0.0):
-            self._strike(self.due.pop(0))
-
-    def _strike(self, fault: Fault) -> None:
-        children = [child for child in self.live_workers() if child.rank == fault.worker]
-        match fault.kind:
-            case "join":
-                if not children and self.live_workers() and not self.stopping:
-                    self.start_worker(fault.worker)
-            case "crash":
-                for child in children:
-                    child.kill()
-            case "leave":
-                for child in children:
-                    self._tell_worker(child.rank, child.incarnation, wire.Stop("the scenario says so"))
-            case "pause":
-                for child in children:
-                    child.signal(signal.SIGSTOP)
-                    resume = threading.Timer(fault.for_s, child.signal, [signal.SIGCONT])
-                    resume.daemon = True
-                    resume.start()
-            case _:
-                assert_never(fault.kind)
-
-    def _take_status(self, status: wire.Status) -> None:
-        now = time.monotonic()
-        for rank, seen in status.workers.items():
-            before = self.status.get(rank)
-            if before is None or before.pushed != seen.pushed or seen.waits:
-                self.moved_s[rank] = now
-        self.status = status.workers
-        self.hyper = status.hyper
-
-    def _check_progress(self) -> None:
-        """Give up workers that are alive but stuck."""
-        limit = self.plan.care.hang_timeout_s
-        if limit is None or not self.begun:
-            return
-        for child in self.live_workers():
-            stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
-            if stuck > limit:
-                pushed = self.status[child.rank].pushed if child.rank in self.status else 0
-                self.say(f"{child} has not pushed for {stuck:.1f} s (it is at iteration {pushed}): given up")
-                del self.moved_s[child.rank]
-                child.kill()
-
-    def _check_time(self) -> None:
-        waited = time.monotonic() - self.started
-        limit = self.plan.care.timeout_s
-        if limit is not None and waited > limit:
-            raise RunFailed(f"the run did not end within {limit:g} s")
-        if len(self.servers_there) < self.members.servers and waited > SERVERS_READY_S:
-            missing = sorted(set(range(self.members.servers)) - self.servers_there)
-            raise RunFailed(f"server {missing[0]} did not start within {SERVERS_READY_S:g} s")
 
     def _catch_signals(self) -> dict[int, Any]:
         """Ctrl-C or SIGTERM once: finish. Twice: stop now."""

@@ -1,0 +1,52 @@
+"""What is left when a live run has ended: parameters from the servers, buffers from the workers, traces from all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.core.trace import Header
+from paceline.run import Run
+from paceline.runtime.live import memory
+from paceline.runtime.live.recording import gather
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import Driver
+
+
+def harvest(driver: Driver, output: Path) -> Run:
+    lead = driver.lead
+    assert lead is not None
+    assert lead.layout is not None
+    members, folder = driver.members, driver.folder.path
+    parameters = lead.layout.named(memory.attach(folder / "final", lead.layout).clone())
+    slice_bytes = lead.layout.slice_bytes(members.servers)
+    trace = gather(output, Header("live", str(driver.policy), members, driver.plan.seed, slice_bytes))
+    return Run(
+        policy=str(driver.policy),
+        runtime="live",
+        history=driver.history,
+        trace=trace,
+        parameters=parameters,
+        time_s=trace.records[-1].event.at if trace.records else 0.0,
+        target=driver.plan.target,
+        time_to_target_s=driver.reached_s,
+        others=others(folder, parameters, lead.aliases),
+        failures=driver.failures,
+    )
+
+
+def others(folder: Path, parameters: dict[str, Tensor], aliases: dict[str, str]) -> dict[str, Tensor]:
+    """What the model holds besides its trained parameters; buffers as the mean over the workers that ended well."""
+    held = load_file(folder / "others")
+    left = [load_file(path) for path in sorted(folder.glob("buffers-*"))]
+    for name in left[0] if left else ():
+        values = torch.stack([buffers[name] for buffers in left])
+        held[name] = values.mean(0) if values.is_floating_point() else values.amax(0)
+    for alias, name in aliases.items():
+        held[alias] = parameters[name] if name in parameters else held[name]
+    return held

@@ -1,0 +1,51 @@
+"""A scenario's faults in a live run: the driver kills, starts, stops and pauses workers when they are due.
+
+Faults that wait for an iteration are carried out by the worker itself, which knows its iteration.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, assert_never
+
+from paceline.cluster import Cluster, Fault
+from paceline.runtime.live import wire
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import Driver
+
+
+class Striker:
+    def __init__(self, driver: Driver, cluster: Cluster | None) -> None:
+        self.driver = driver
+        timed = [fault for fault in (cluster.faults if cluster is not None else ()) if fault.at_s is not None]
+        self.due = sorted(timed, key=lambda fault: fault.at_s or 0.0)
+
+    def tick(self) -> None:
+        driver = self.driver
+        while driver.begun and self.due and time.monotonic() - driver.epoch_s >= (self.due[0].at_s or 0.0):
+            self.strike(self.due.pop(0))
+
+    def strike(self, fault: Fault) -> None:
+        driver = self.driver
+        children = [child for child in driver.live_workers() if child.rank == fault.worker]
+        match fault.kind:
+            case "join":
+                if not children and driver.live_workers() and not driver.stopping:
+                    driver.start_worker(fault.worker)
+            case "crash":
+                for child in children:
+                    child.kill()
+            case "leave":
+                for child in children:
+                    driver.tell_worker(child.rank, child.incarnation, wire.Stop("the scenario says so"))
+            case "pause":
+                for child in children:
+                    child.signal(signal.SIGSTOP)
+                    resume = threading.Timer(fault.for_s, child.signal, [signal.SIGCONT])
+                    resume.daemon = True
+                    resume.start()
+            case _:
+                assert_never(fault.kind)

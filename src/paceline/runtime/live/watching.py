@@ -1,0 +1,89 @@
+"""Watching a live run: how the workers come along, who is stuck, who is missing, whether time is up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.errors import RunFailed
+from paceline.runtime.live import wire
+from paceline.tensors.optimizers import Hyper
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import Driver
+
+SERVERS_READY_S = 60.0
+MISSING_S = 20.0
+
+
+@dataclass(frozen=True)
+class Care:
+    """What to do when something goes wrong."""
+
+    restarts: int = 0
+    """Failed or killed workers are started again, so many times in all; then they are dropped."""
+    abort: bool = False
+    """End the run when a worker fails that is not restarted, instead of going on without it."""
+    hang_timeout_s: float | None = None
+    """Kill a worker that is not waiting for anybody and has not pushed for so long."""
+    timeout_s: float | None = None
+    """Give the whole run up after so long."""
+
+
+class Watchman:
+    """What the driver knows of the workers between their pushes."""
+
+    def __init__(self, driver: Driver, care: Care) -> None:
+        self.driver = driver
+        self.care = care
+        self.status: dict[int, wire.WorkerStatus] = {}
+        """How the workers look from shard 0."""
+        self.hyper: tuple[Hyper, ...] | None = None
+        """What schedulers have changed the hyper-parameters to."""
+        self.moved_s: dict[int, float] = {}
+        """When each worker's push was last seen."""
+        self.started = time.monotonic()
+        self.told_missing = False
+
+    def tick(self) -> None:
+        self.check_time()
+        self.check_progress()
+
+    def take_status(self, status: wire.Status) -> None:
+        now = time.monotonic()
+        for rank, seen in status.workers.items():
+            before = self.status.get(rank)
+            if before is None or before.pushed != seen.pushed or seen.waits:
+                self.moved_s[rank] = now
+        self.status = status.workers
+        self.hyper = status.hyper
+
+    def check_progress(self) -> None:
+        """Give up workers that are alive but stuck."""
+        limit = self.care.hang_timeout_s
+        if limit is None or not self.driver.begun:
+            return
+        for child in self.driver.live_workers():
+            stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
+            if stuck > limit:
+                pushed = self.status[child.rank].pushed if child.rank in self.status else 0
+                self.driver.say(f"{child} has not pushed for {stuck:.1f} s (it is at iteration {pushed}): given up")
+                del self.moved_s[child.rank]
+                child.kill()
+
+    def check_time(self) -> None:
+        waited = time.monotonic() - self.started
+        limit = self.care.timeout_s
+        if limit is not None and waited > limit:
+            raise RunFailed(f"the run did not end within {limit:g} s")
+        there, wanted = self.driver.servers_there, self.driver.members.servers
+        if not self.driver.begun and len(there) < wanted and waited > SERVERS_READY_S:
+            missing = min(set(range(wanted)) - there)
+            raise RunFailed(f"server {missing} did not start within {SERVERS_READY_S:g} s")
+
+    def tell_missing(self, missing: list[str]) -> None:
+        """Say once who keeps the run from beginning."""
+        if missing and not self.told_missing and time.monotonic() - self.started > MISSING_S:
+            self.told_missing = True
+            self.driver.say(f"still waiting for {', '.join(missing)} to make a paceline.Optimizer")
