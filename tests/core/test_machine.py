@@ -55,6 +55,7 @@ class TestDispatch:
             listener.handle(event)
         assert heard == [
             ("on_view_changed", "ViewChanged"),
+            ("on_restored", "Restored"),
             ("on_push_arrived", "PushArrived"),
             ("on_push_rejected", "PushRejected"),
             ("on_pull_arrived", "PullArrived"),
@@ -104,7 +105,7 @@ class TestDispatch:
 
 
 class TestIllegalEvents:
-    @pytest.mark.parametrize("event", EVENTS[4:], ids=lambda event: type(event).__name__)
+    @pytest.mark.parametrize("event", EVENTS[5:], ids=lambda event: type(event).__name__)
     def test_a_shard_takes_no_events_of_workers(self, event: Event) -> None:
         shard = ShardAlone(BSP(), workers=2)
         shard.iterate(0, 0)
@@ -113,7 +114,7 @@ class TestIllegalEvents:
             shard.shard.handle(event)
         assert state_of(shard.shard) == before
 
-    @pytest.mark.parametrize("event", EVENTS[1:4], ids=lambda event: type(event).__name__)
+    @pytest.mark.parametrize("event", EVENTS[1:5], ids=lambda event: type(event).__name__)
     def test_a_worker_takes_no_events_of_shards(self, event: Event) -> None:
         worker = WorkerAlone(BSP())
         worker.start()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from paceline.core.actions import Answer, Apply
-from paceline.core.events import ViewChanged
-from paceline.core.machine import InvariantViolated
-from paceline.core.messages import Handle, Members, Pull, View
+from paceline.core.events import PullArrived, Restored, ViewChanged
+from paceline.core.machine import IllegalEvent, InvariantViolated
+from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
 from paceline.errors import ConfigError
@@ -195,3 +195,20 @@ class TestShard:
         shard.shard.held[0] = [Handle(0, 0, 0, 0, 8)]
         with pytest.raises(InvariantViolated, match="held although it applies on arrival"):
             shard.shard.check()
+
+
+class TestRestored:
+    def test_a_shard_starts_where_its_checkpoint_ends_and_workers_adopt_it(self) -> None:
+        shard = Shard(BSP(), 0, Members(2, 1))
+        shard.checks = True
+        assert shard.handle(Restored(0.0, 30, 41)) == []
+        shard.handle(ViewChanged(0.0, View(1, ((0, 0), (1, 0)))))
+        (answer,) = shard.handle(PullArrived(0.0, Pull(0, 0, 0)))
+        assert answer == Answer(Parameters(0, 0, 0, 30, 41, False), "", -1)
+
+    def test_only_before_anything_else(self) -> None:
+        shard = Shard(BSP(), 0, Members(2, 1))
+        shard.handle(ViewChanged(0.0, View(1, ((0, 0),))))
+        with pytest.raises(IllegalEvent, match="it cannot be restored"):
+            shard.handle(Restored(0.0, 30, 41))
+        assert shard.progress.V == 0

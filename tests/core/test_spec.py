@@ -64,7 +64,7 @@ class TestThereAndBack:
             Sample,
             whole=st.integers(-5, 1_000_000),
             share=st.floats(0, 1),
-            speed=st.floats(allow_nan=False),
+            speed=st.floats(allow_nan=False, allow_infinity=False),
             sure=st.booleans(),
             mode=st.sampled_from(["soft", "lazy"]),
             limit=st.none() | st.integers(1, 100),
