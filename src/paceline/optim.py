@@ -48,6 +48,8 @@ class Optimizer(torch.optim.Optimizer):
         chosen = policies.parse(policy) if policy is not None else None
         self.live = session.init().live
         self.steps = 0
+        self.raw_hyper: list[list[Any]] = []
+        self.hyper: tuple[Hyper, ...] = ()
         if self.live is not None:
             given = [tensor for group in self.param_groups for tensor in group["params"]]
             self.trained = [tensor for tensor in given if tensor.requires_grad]
@@ -122,7 +124,12 @@ class Optimizer(torch.optim.Optimizer):
         self.started = time.monotonic()
 
     def _hyper(self) -> tuple[Hyper, ...]:
-        return tuple(hyper_of(group) for group in self.param_groups)
+        """The groups' hyper-parameters; worked out anew only when a value has changed."""
+        raw = [[value for key, value in group.items() if key != "params"] for group in self.param_groups]
+        if raw != self.raw_hyper:
+            self.raw_hyper = raw
+            self.hyper = tuple(hyper_of(group) for group in self.param_groups)
+        return self.hyper
 
     def _scaler_allows(self) -> bool:
         """What a GradScaler has found: False if it found inf; otherwise the gradients are scaled back here.

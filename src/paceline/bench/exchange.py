@@ -64,7 +64,7 @@ def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, A
     value = statistics.median(ours)
     faster = mode == "asp"
     ratio = value / max(medians.values()) if faster else min(medians.values()) / value
-    unit = "pushes/s" if faster else "ms/iteration"
+    unit = "pushes/s" if faster else "ms"
     return Row(mode, params, workers, value, unit, medians, ratio, _floor(mode, params, workers), max(shared))
 
 

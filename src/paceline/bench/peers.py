@@ -42,7 +42,7 @@ def measure(peer: str, size: int, options: Options, timeout_s: float = 300.0) ->
     if peer == "ray":
         return [_alone(_ray, size, options)]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        command = [sys.executable, "-m", "paceline.bench.peers", peer]
+        command = [sys.executable, "-W", "ignore", "-m", "paceline.bench.peers", peer]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         arguments = [json.dumps([rank, size, f"{folder}/store", options]) for rank in range(size)]
         processes = [

@@ -41,14 +41,16 @@ class BenchExchange:
         for name, value in (("workers", self.workers), ("rounds", self.rounds), *(("params", p) for p in self.params)):
             check_count(name, value)
         rows = exchange.run(list(self.params), self.workers, self.rounds, _say)
-        table = Table(title=f"exchange, {self.workers} workers, 1 server", title_justify="left", box=SIMPLE_HEAD)
-        for heading in ("mode", "params", "paceline", "floor", "peers", "ratio", "memory / params"):
-            table.add_column(heading, justify="left" if heading in ("mode", "peers") else "right", no_wrap=True)
+        table = Table(
+            title=f"exchange, {self.workers} workers, 1 server", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0)
+        )
+        for heading in ("mode", "params", "paceline", "unit", "floor", "peers", "ratio", "memory"):
+            table.add_column(heading, justify="left" if heading in ("mode", "peers", "unit") else "right", no_wrap=True)
         for row in rows:
             others = ", ".join(f"{name} {value:.4g}" for name, value in row.peers.items())
             table.add_row(
-                row.mode, f"{row.params:.0e}", f"{row.paceline:.4g} {row.unit}", f"{row.floor:.4g}", others,
-                f"{row.ratio:.2f}x", f"{row.shared_floats:.2f}",
+                row.mode, f"{row.params:.0e}", f"{row.paceline:.4g}", row.unit, f"{row.floor:.3g}", others,
+                f"{row.ratio:.2f}x", f"{row.shared_floats:.1f} P",
             )  # fmt: skip
         console.print(table)
         if self.json is not None:
@@ -85,7 +87,12 @@ class BenchStraggler:
         check_count("rounds", self.rounds)
         setting = straggler.Setting(self.workers, self.cluster, self.target, self.lr, self.seed)
         rows, ratio = straggler.run(setting, self.rounds, _say)
-        table = Table(title=f"time to {self.target}, {self.workers} workers", title_justify="left", box=SIMPLE_HEAD)
+        table = Table(
+            title=f"time to {self.target}, {self.workers} workers",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 0),
+        )
         for heading in ("name", "time to target", "iterations"):
             table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
         for row in rows:

@@ -60,6 +60,7 @@ class Link:
         self.socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
         self.socket.setsockopt(zmq.IDENTITY, name)
         self.socket.connect(f"ipc://{path}")
+        self.patience_s = -1.0
 
     def receive(self) -> bytes | None:
         """The next message, or None if there is none right now."""
@@ -70,7 +71,13 @@ class Link:
 
     def wait_for(self, timeout_s: float) -> bytes | None:
         """The next message, or None if there is none within the time."""
-        return self.socket.recv() if self.socket.poll(int(timeout_s * 1000)) else None
+        if timeout_s != self.patience_s:
+            self.patience_s = timeout_s
+            self.socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
+        try:
+            return self.socket.recv()
+        except zmq.Again:
+            return None
 
     def send(self, message: bytes) -> None:
         self.socket.send(message)

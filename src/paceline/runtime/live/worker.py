@@ -38,6 +38,8 @@ from paceline.tensors.layout import Layout, flatten
 from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
 
 IDLE_S = 0.2
+HEAR_S = 0.05
+"""How long a worker may take to hear the driver: asking costs as much as a small exchange's arithmetic."""
 AT_ONCE = 1 << 17
 """Elements that are copied and looked at together: half a megabyte in float32."""
 
@@ -81,6 +83,7 @@ class LiveWorker:
         self.ordered: Compute | None = None
         self.epoch_s = time.monotonic()
         self.stopping = False
+        self.heard_s = 0.0
         self.fetched: set[str] = set()
         self.said: dict[int, bytes] = {}
         """The last message to each shard."""
@@ -249,7 +252,8 @@ class LiveWorker:
         if not self.in_place:
             flatten(self.views, self.tensors)
             self.changes = [tensor._version for tensor in self.model.tensors]
-        self.hear_driver()
+        if time.monotonic() - self.heard_s > HEAR_S:
+            self.hear_driver()
         if self.stopping:
             raise Stopped
 
@@ -274,6 +278,7 @@ class LiveWorker:
         return state.join(parts, self.layout)
 
     def hear_driver(self) -> None:
+        self.heard_s = time.monotonic()
         while (message := self.driver.receive()) is not None:
             match wire.decode_to_worker(message):
                 case wire.Stop():
