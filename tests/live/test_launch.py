@@ -17,7 +17,7 @@ from paceline import policies, workloads
 from paceline.api import Job, train_job_live
 from paceline.cluster import Fault, load
 from paceline.core.actions import Answer
-from paceline.core.events import GradientReady, ViewChanged
+from paceline.core.events import GradientReady, PushArrived, ViewChanged
 from paceline.core.messages import Members
 from paceline.core.trace import Trace, replay
 from paceline.errors import RunFailed
@@ -120,6 +120,35 @@ def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     assert joined[0] > 20, "it starts where the others are"
     assert joined[-1] >= (145 if policy.startswith("backup") else 149)
     assert run.failures == []
+
+
+def test_live_and_virtual_order_their_pushes_the_same_way() -> None:
+    """The same fixed delays, the same policy object. Pushes that are meant to be closer than the clocks of a busy
+    machine can tell apart may swap."""
+    cluster = "factors:by_worker=1:1.37:2.21,compute_s=0.1"
+    for policy in ("asp", "ssp:staleness=1"):
+        virtual = paceline.simulate(policy=policy, workers=3, cluster=cluster, iterations=8)
+        live = train_job_live(job(policy, 3, 1, cluster, iterations=8))
+        orders = []
+        for run in (virtual, live):
+            orders.append(
+                [
+                    (record.event.push.handle.source, record.event.push.handle.iteration)
+                    for record in run.trace
+                    if record.node == ("server", 0) and isinstance(record.event, PushArrived)
+                ]
+            )
+        times = {
+            (record.event.push.handle.source, record.event.push.handle.iteration): record.event.at
+            for record in virtual.trace
+            if isinstance(record.event, PushArrived)
+        }
+        assert sorted(orders[0]) == sorted(orders[1])
+        place = {push: index for index, push in enumerate(orders[1])}
+        for first in times:
+            for second in times:
+                if times[first] + 0.05 < times[second]:
+                    assert place[first] < place[second], (policy, first, second)
 
 
 def test_shards_that_disagree_do_not_hang_a_worker() -> None:
