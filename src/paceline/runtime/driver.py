@@ -39,6 +39,32 @@ class Carrier(Protocol):
     def park(self, action: Park) -> None: ...
 
 
+class WorkerCarrier:
+    """Base of those that carry out a worker's actions: what a worker's machine never orders."""
+
+    def apply(self, action: Apply) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+    def drop(self, action: Drop) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+    def answer(self, action: Answer) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+    def park(self, action: Park) -> None:
+        raise NoSuchAction(f"a worker cannot {action}")
+
+
+class ServerCarrier:
+    """Base of those that carry out a shard's actions: what a shard's machine never orders."""
+
+    def send(self, action: Send) -> None:
+        raise NoSuchAction(f"a server cannot {action}")
+
+    def compute(self, action: Compute) -> None:
+        raise NoSuchAction(f"a server cannot {action}")
+
+
 class Seat:
     """A machine in its place: `tell` it what happened, and what it orders is done."""
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import policies
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.actions import Answer, Apply, Drop, Park
 from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, ViewChanged
 from paceline.core.messages import Handle, Node, Pull, Push
 from paceline.core.shard import Shard
-from paceline.runtime.driver import NoSuchAction, Seat
+from paceline.runtime.driver import Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
@@ -45,7 +45,7 @@ class Segment:
         """The version of the parameters that it holds; -1 while it holds a gradient."""
 
 
-class LiveServer:
+class LiveServer(ServerCarrier):
     """Carries out the actions of one shard's machine."""
 
     def __init__(self, folder: Path, shard: int, life: int) -> None:
@@ -248,12 +248,6 @@ class LiveServer:
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason
-
-    def send(self, action: Send) -> None:
-        raise NoSuchAction(f"a server cannot {action}")
-
-    def compute(self, action: Compute) -> None:
-        raise NoSuchAction(f"a server cannot {action}")
 
 
 def sender_of(message: Push | Pull) -> tuple[int, int]:

@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import cluster, policies
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.actions import Compute, Send
 from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
 from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
-from paceline.runtime.driver import NoSuchAction, Seat
+from paceline.runtime.driver import Seat, WorkerCarrier
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
@@ -65,7 +65,7 @@ class Described:
         return f"{self.layout.digest()}/{self.optimizer.name}/{policy}"
 
 
-class LiveWorker:
+class LiveWorker(WorkerCarrier):
     """Carries out the actions of one worker's machine."""
 
     def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
@@ -348,18 +348,6 @@ class LiveWorker:
 
     def send(self, action: Send) -> None:
         self.outbox.setdefault(action.to.rank, []).append(action.message)
-
-    def apply(self, action: Apply) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
-
-    def drop(self, action: Drop) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
-
-    def answer(self, action: Answer) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
-
-    def park(self, action: Park) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
 
 
 def write_gradient(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived
 from paceline.core.messages import Parameters, Pull, Push
-from paceline.runtime.driver import NoSuchAction, Seat
+from paceline.runtime.driver import Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, Wire
 from paceline.tensors.optimizers import SliceOptimizer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.runtime.virtual.simulation import Simulation
 
 
-class VirtualServer:
+class VirtualServer(ServerCarrier):
     """One shard: a slice of the parameters, its optimizer, and a wire in each direction."""
 
     def __init__(self, simulation: Simulation, shard: int, optimizer: SliceOptimizer) -> None:
@@ -66,14 +66,8 @@ class VirtualServer:
     def park(self, action: Park) -> None:
         """Nothing to do: the worker waits by itself."""
 
-    def send(self, action: Send) -> None:
-        raise NoSuchAction(f"a server cannot {action}")
 
-    def compute(self, action: Compute) -> None:
-        raise NoSuchAction(f"a server cannot {action}")
-
-
-class VirtualWorker:
+class VirtualWorker(WorkerCarrier):
     """One worker: durations from the cluster, gradients from `Gradients`."""
 
     def __init__(self, simulation: Simulation, rank: int, incarnation: int) -> None:
@@ -134,15 +128,3 @@ class VirtualWorker:
 
     def send(self, action: Send) -> None:
         self.simulation.servers[action.to.rank].receive(action.message)
-
-    def apply(self, action: Apply) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
-
-    def drop(self, action: Drop) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
-
-    def answer(self, action: Answer) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
-
-    def park(self, action: Park) -> None:
-        raise NoSuchAction(f"a worker cannot {action}")
