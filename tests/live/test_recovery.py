@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import paceline
 from paceline import policies, workloads
 from paceline.cluster import load
 from paceline.core.events import GradientReady, Restored
@@ -196,6 +197,39 @@ def test_a_killed_server_is_restarted_from_the_last_checkpoint(tmp_path: Path, p
     assert {last for (rank, life), last in last_iterations(run).items()} == {249}
     assert run.history[-1].accuracy > 0.85
     assert replay(run.trace, machine_of) == []
+
+
+def test_a_restarted_server_goes_on_with_the_learning_rate_of_the_run(tmp_path: Path) -> None:
+    """The scheduler sets the rate to 0 once, early: from then on nothing may move, a restarted shard included."""
+
+    def work() -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 8)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: float(step < 10))
+        still = None
+        while opt.global_step < 300:
+            opt.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+            opt.step()
+            scheduler.step()
+            if opt.global_step == 30:
+                still = [parameter.detach().clone() for parameter in model.parameters()]
+            if paceline.init().rank == 0:
+                paceline.log(loss=0.0)
+        assert still is not None
+        assert all(torch.equal(old, new) for old, new in zip(still, model.parameters(), strict=True))
+
+    driver, said = driver_of(work, "bsp", keeping=Keeping(tmp_path, every_updates=20))
+
+    def kill() -> None:
+        while driver.keeper is None or driver.keeper.last is None or driver.watchman.hyper is None:
+            time.sleep(0.001)
+        next(c for c in driver.children.values() if c.role == "server" and c.rank == 1).kill()
+
+    run = meanwhile(driver, kill)
+    assert any("restarting it from" in line for line in said)
+    assert run.failures == []
 
 
 def test_without_a_checkpoint_a_killed_server_ends_the_run() -> None:

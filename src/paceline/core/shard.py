@@ -4,7 +4,7 @@ A push either counts (applied on arrival, or held for the mean of its iteration)
 iteration is finished. A pull is answered or parked. When enough members have passed iteration V, the mean of
 the held gradients is applied, V rises, and the pulls that waited for that V are answered, before the pull of
 the worker whose push raised it. Parked pulls lie in buckets by the V that frees them: looking at all of them
-at each rise costs a factor of four at 1 000 workers.
+at each rise would cost more the more workers wait.
 
 Three things keep the shards of a run in step without talking to each other:
 

@@ -113,7 +113,6 @@ class Driver:
         config = wire.LiveConfig(
             self.members,
             plan.seed,
-            str(plan.policy) if plan.policy is not None else None,
             str(plan.cluster) if plan.cluster is not None else None,
             plan.cluster.faults if plan.cluster is not None else (),
             str(output),
@@ -336,10 +335,13 @@ class Driver:
         assert self.lead is not None
         assert self.lead.layout is not None
         assert self.lead.optimizer is not None
+        optimizer, hyper = self.lead.optimizer, self.watchman.hyper
+        if hyper is not None:  # a server that is restarted goes on with what schedulers have changed
+            optimizer = msgspec.structs.replace(optimizer, groups=hyper)
         checkpoint = self.keeper.last if self.keeper is not None else None
         every = self.plan.keeping.every_updates if self.plan.keeping is not None else None
         configure = wire.Configure(
-            str(self.policy), self.lead.layout, self.lead.optimizer, self.epoch_s,
+            str(self.policy), self.lead.layout, optimizer, self.epoch_s,
             str(checkpoint) if checkpoint is not None else None, every,
         )  # fmt: skip
         self._tell_server(shard, configure)

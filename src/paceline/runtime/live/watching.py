@@ -57,7 +57,8 @@ class Watchman:
             if before is None or before.pushed != seen.pushed or seen.waits:
                 self.moved_s[rank] = now
         self.status = status.workers
-        self.hyper = status.hyper
+        if status.hyper is not None:
+            self.hyper = status.hyper
 
     def check_progress(self) -> None:
         """Give up workers that are alive but stuck."""

@@ -25,8 +25,6 @@ class LiveConfig(Struct, frozen=True):
 
     members: Members
     seed: int
-    policy: str | None
-    """Given on the command line; beats what the script says."""
     cluster: str | None
     """The scenario whose slowdowns are injected, in its text form, and its faults."""
     faults: tuple[Fault, ...]

@@ -19,7 +19,6 @@ Happening = Callable[[], None]
 class Engine:
     def __init__(self) -> None:
         self.now = 0.0
-        self.handled = 0
         self.stopped = False
         self.heap: list[tuple[float, int, int, Happening]] = []
         self.sequence = 0
@@ -36,7 +35,6 @@ class Engine:
         heap = self.heap
         while heap and not self.stopped:
             self.now, _, _, happening = heappop(heap)
-            self.handled += 1
             happening()
 
 
