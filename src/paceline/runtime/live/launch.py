@@ -29,7 +29,7 @@ from paceline.runtime.live.children import Child, StartWorker, start_server
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.harvest import harvest
 from paceline.runtime.live.keeping import Keeper, Keeping
-from paceline.runtime.live.sockets import Context, Listener, Waiter
+from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.striking import Striker
 from paceline.runtime.live.watching import Care, Watchman
 
@@ -118,10 +118,9 @@ class Driver:
             str(output),
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
-        self.context = Context()
+        self.listener = Listener(self.folder.path / "driver")
+        self.waiter = Waiter()
         try:
-            self.listener = Listener(self.context, self.folder.path / "driver")
-            self.waiter = Waiter()
             self.waiter.watch(self.listener)
             self.echo = Echo(self.waiter, self.say)
             for shard in range(self.members.servers):
@@ -135,7 +134,8 @@ class Driver:
             return harvest(self, output)
         finally:
             self.echo.close_all()
-            self.context.close()
+            self.listener.close()
+            self.waiter.close()
 
     def done(self) -> bool:
         return self.asked_to_finish and len(self.servers_finished) == self.members.servers

@@ -7,6 +7,7 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from paceline.core.shard import Shard
 from paceline.runtime.driver import Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
+from paceline.runtime.live.sockets import Link, Listener, Waiter
 from paceline.tensors import state
 from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
@@ -53,9 +54,8 @@ class LiveServer(ServerCarrier):
         self.shard = shard
         self.life = life
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
-        self.context = Context()
-        self.listener = Listener(self.context, folder / f"server-{shard}")
-        self.driver = Link(self.context, folder / "driver", b"server:%d" % shard)
+        self.listener = Listener(folder / f"server-{shard}")
+        self.driver = Link(folder / "driver", b"server:%d" % shard)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
@@ -89,7 +89,9 @@ class LiveServer(ServerCarrier):
                 self.take(*received)
             self.tell_status()
         self.trace.close()
-        self.context.close()
+        self.driver.close()
+        self.listener.close()
+        self.waiter.close()
 
     def obey(self, order: wire.ToServer) -> None:
         match order:
@@ -120,7 +122,8 @@ class LiveServer(ServerCarrier):
             learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else None
         else:
             values, learned, restored = self.restore(Path(order.checkpoint))
-        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer)
+        threads = max(1, (os.cpu_count() or 1) // self.config.members.servers)
+        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer, threads)
         if learned is not None:
             self.optimizer.load_state(learned)
         policy = policies.parse(order.policy)

@@ -32,7 +32,7 @@ from paceline.runtime.driver import Seat, WorkerCarrier
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.sockets import Context, Link, Waiter
+from paceline.runtime.live.sockets import Link, Waiter
 from paceline.tensors import state
 from paceline.tensors.layout import Layout, flatten
 from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
@@ -40,8 +40,8 @@ from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
 IDLE_S = 0.2
 HEAR_S = 0.05
 """How long a worker may take to hear the driver: asking costs as much as a small exchange's arithmetic."""
-AT_ONCE = 1 << 17
-"""Elements that are copied and looked at together: half a megabyte in float32."""
+AT_ONCE = 1 << 20
+"""Elements that are copied and looked at together: four megabytes in float32, which a third-level cache holds."""
 
 
 @dataclass
@@ -73,9 +73,8 @@ class LiveWorker(WorkerCarrier):
         self.rank = rank
         self.incarnation = incarnation
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
-        self.context = Context()
         self.name = b"%d:%d" % (rank, incarnation)
-        self.driver = Link(self.context, folder / "driver", b"worker:" + self.name)
+        self.driver = Link(folder / "driver", b"worker:" + self.name)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.servers: list[Link] = []
@@ -154,9 +153,8 @@ class LiveWorker(WorkerCarrier):
         self.epoch_s = begin.epoch_s
         members = self.config.members
         for shard in range(members.servers):
-            link = Link(self.context, self.folder / f"server-{shard}", self.name)
+            link = Link(self.folder / f"server-{shard}", self.name)
             self.servers.append(link)
-            self.waiter.watch(link)
         machine = policies.parse(begin.policy).machine("worker", self.rank, members, self.config.seed)
         assert isinstance(machine, Worker)
         self.machine = machine
@@ -242,11 +240,14 @@ class LiveWorker(WorkerCarrier):
         pull, of the same shard too.
         """
         while self.ordered is None:
-            message = self.servers[min(self.machine.waiting)].wait_for(IDLE_S)
+            server = self.servers[min(self.machine.waiting)]
+            message = server.wait_for(IDLE_S)
             if message is not None:
                 self.hear_shard(wire.decode_from_shard(message))
                 self.flush()
             else:
+                if server.gone:
+                    self.waiter.wait(IDLE_S)  # the driver says when it is back
                 self.hear_driver()
                 self.trace.flush()
         if not self.in_place:
@@ -273,6 +274,10 @@ class LiveWorker(WorkerCarrier):
             while file not in self.fetched:
                 if (message := link.wait_for(IDLE_S)) is not None:
                     self.hear_shard(wire.decode_from_shard(message))
+                elif link.gone:
+                    self.waiter.wait(IDLE_S)
+                    self.hear_driver()
+                    link.send(wire.encode(wire.Fetch(file)))
             parts.append(load_file(self.folder / file))
             (self.folder / file).unlink()
         return state.join(parts, self.layout)
@@ -284,6 +289,7 @@ class LiveWorker(WorkerCarrier):
                 case wire.Stop():
                     self.stopping = True
                 case wire.Reopened(shard):
+                    self.servers[shard].reopen()
                     self.say_again(shard)
 
     def say_again(self, shard: int) -> None:
@@ -341,7 +347,9 @@ class LiveWorker(WorkerCarrier):
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
             self.trace.close()
-        self.context.close()
+        for link in (self.driver, *self.servers):
+            link.close()
+        self.waiter.close()
 
     def compute(self, action: Compute) -> None:
         self.ordered = action
