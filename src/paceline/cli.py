@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from paceline.commands.bench import BenchExchange, BenchStraggler
+from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
 from paceline.commands.catalogue import Doctor, Policies
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Report, Resume, Run
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Any] = {
     "resume": Resume,
     "report": Report,
     "bench exchange": BenchExchange,
+    "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,
     "policies": Policies,
     "doctor": Doctor,

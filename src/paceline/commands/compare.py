@@ -11,7 +11,7 @@ import tyro
 from paceline import policies
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.commands.options import Training
-from paceline.commands.screen import Watching, console, show_table, tell_result
+from paceline.commands.screen import Watching, console, count, show_table, tell_result
 from paceline.errors import ConfigError
 from paceline.run import Run
 
@@ -36,7 +36,9 @@ class Compare(Training):
         train = train_job_live if self.live else simulate_job
         runs = [_do(job, train) for job in jobs]
         where = "live, in real processes" if self.live else "in virtual time"
-        show_table(runs, f"{jobs[0].workload.name}, {self.workers} workers, {self.servers} servers, {where}")
+        show_table(
+            runs, f"{jobs[0].workload.name}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, {where}"
+        )
         for path in self.save(runs, jobs[0].config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -56,7 +58,10 @@ class Simulate(Training):
         self.check()
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
-        show_table([run], f"{job.workload.name}, {self.workers} workers, {self.servers} servers, in virtual time")
+        show_table(
+            [run],
+            f"{job.workload.name}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, in virtual time",
+        )
         for path in self.save([run], job.config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0

@@ -399,7 +399,6 @@ class Driver:
             self.failures.extend(self.losses)
         if len(self.servers_configured) < self.members.servers:
             return  # a server is being restarted
-        memory.create(self.folder.path / "final", self.lead.layout)
         self.asked_to_finish = True
         if self.keeper is not None:
             self.keeper.begin()

@@ -117,7 +117,7 @@ class LiveServer(ServerCarrier):
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
         restored: Restored | None = None
         if order.checkpoint is None:
-            values = memory.attach(self.folder / "initial", order.layout)[self.part].clone()
+            values = memory.attach(self.folder / memory.WHOLE, order.layout)[self.part].clone()
             initial = self.folder / "initial-state"
             learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else None
         else:
@@ -167,7 +167,7 @@ class LiveServer(ServerCarrier):
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
-        final = memory.attach(self.folder / "final", self.layout)
+        final = memory.attach(self.folder / memory.WHOLE, self.layout)
         final[self.part] = self.optimizer.values
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True

@@ -129,7 +129,7 @@ class LiveWorker(WorkerCarrier):
         self.starts = list(accumulate((entry.numel for entry in layout.entries), initial=0))
         lead = self.rank == 0 and self.incarnation == 0
         if lead:
-            flatten(tensors, layout.views(memory.create(self.folder / "initial", layout)))
+            flatten(tensors, layout.views(memory.create(self.folder / memory.WHOLE, layout)))
             if model.state[THERE].any():
                 save_file(model.state, self.folder / "initial-state")
             save_file(contiguous(model.others), self.folder / "others")
