@@ -33,7 +33,7 @@ class RecordedSampler(Sampler):
         assert live is not None
         self.drawn.clear()
         for sample in super().__iter__():
-            self.drawn.append((live.hands.holders[self.number].hands[-1].epoch, sample))
+            self.drawn.append((live.hands.holders[self.number].in_play.epoch, sample))
             yield sample
 
     def used(self, samples: Sequence[int], counted: bool) -> None:

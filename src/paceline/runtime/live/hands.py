@@ -17,9 +17,10 @@ settles so much of what was drawn, oldest first. Without that it is refused, for
 acknowledged by a step that has not seen it, and lost if its own gradient is.
 
 A step that counted on at least one shard acknowledges what it used; one that counted nowhere (dropped, skipped, not
-finite) returns it. What was drawn and is not used by the time the script starts to draw anew (the loop was left,
-the last batch was too small) is returned too. Reports wait for the next request, or for the end: a worker that is
-killed before has its reported part dealt again. At least once, never less.
+finite) returns it. So is what was drawn and not used by the time the script starts to draw anew, when the loop was
+left early. What a loader drops because its last batch is not whole counts as not drawn, and the next iteration begins
+with it: dealt again it would be last again, in a share of few batches, and dropped for ever. Reports wait for the
+next request, or for the end: if the worker is killed before, what they say is dealt again. At least once, never less.
 
 An iteration of a sampler ends when the deck passes; the next one is then in the next epoch. A loop that is left
 early goes on in the same epoch with what it had not drawn. An iteration is never empty, whatever others took: a loop
@@ -35,10 +36,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
@@ -90,7 +93,9 @@ class Holder:
         self.reserve: Deal | Pass | None = None
         """The answer to the last one, until it is taken up."""
         self.hands: deque[Hand] = deque()
-        """Those with something that is not settled, oldest first; the last is in play."""
+        """Those with something that is not settled, oldest first."""
+        self.in_play: Hand
+        """The one that was drawn from last."""
         self.reports: list[tuple[bool, int, int, int]] = []
         """Settled and not reported: (counted, ticket, start, stop)."""
         self.iteration = 0
@@ -99,7 +104,8 @@ class Holder:
     def draw(self) -> Iterator[int]:
         """The samples of one iteration, until the deck passes."""
         self.worker.hands.check_caller()
-        if self.per_step is None and loader_draws_ahead():
+        draws_ahead, whole = look_at_loader()
+        if self.per_step is None and draws_ahead:
             raise PacelineError(
                 "a DataLoader with num_workers > 0 draws ahead of the loop: say how many samples a step uses, "
                 "paceline.Sampler(data, per_step=BATCH)"
@@ -107,20 +113,23 @@ class Holder:
         self.iteration += 1
         iteration = self.iteration
         self.settle(counted=False)
-        drew = False
-        while (hand := self.next_hand(drew)) is not None:
-            drew = True
+        drawn = 0
+        while (hand := self.next_hand(drawn > 0)) is not None:
+            self.in_play = hand
+            drawn += len(hand.samples) - hand.drawn
             for sample in hand.samples[hand.drawn :]:
                 hand.drawn += 1
                 yield sample
                 if self.iteration != iteration:
                     raise PacelineError("two loops draw from one paceline.Sampler: make a sampler for each")
             self.worker.hands.check_caller()
+        self.put_back(drawn % whole)
 
     def next_hand(self, drew: bool) -> Hand | None:
         """The hand to draw from; None if the iteration, which `drew` something already, is over."""
-        if self.hands and self.hands[-1].drawn < len(self.hands[-1].samples):
-            return self.hands[-1]
+        for hand in self.hands:
+            if hand.drawn < len(hand.samples):
+                return hand
         while True:
             if not self.waiting and self.reserve is None:
                 self.ask()
@@ -195,6 +204,13 @@ class Holder:
             self.hands.popleft()
         return settled
 
+    def put_back(self, count: int) -> None:
+        """The newest so many of what was drawn were not: the next iteration begins with them."""
+        for hand in reversed(self.hands):
+            part = min(count, hand.drawn - hand.settled)
+            hand.drawn -= part
+            count -= part
+
     def note(self, counted: bool, ticket: int, start: int, stop: int) -> None:
         """Report this part later, as one with the part before it if they met the same fate."""
         if self.reports:
@@ -250,13 +266,19 @@ class Hands:
             holder.tell()
 
 
-def loader_draws_ahead() -> bool:
-    """Whether whoever draws is a loader with processes of its own."""
-    frame = sys._getframe(1)
+def look_at_loader() -> tuple[bool, int]:
+    """Of the loader that draws: whether it has processes of its own; the size of its batches if it drops others.
+
+    It is found among the callers. One that is not torch's own is not known: then 1.
+    """
+    ahead, whole = False, 1
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(FRAMES):
-        if isinstance(frame.f_locals.get("self"), _MultiProcessingDataLoaderIter):
-            return True
-        if frame.f_back is None:
+        if frame is None:
             break
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, BatchSampler) and caller.drop_last:
+            whole = caller.batch_size
+        ahead = ahead or isinstance(caller, _MultiProcessingDataLoaderIter)
         frame = frame.f_back
-    return False
+    return ahead, whole
