@@ -34,14 +34,15 @@ from paceline.runtime.live.children import function_starter
 from paceline.runtime.live.launch import Driver, LivePlan
 from paceline.runtime.live.watching import Care
 from paceline.testing.samples import RecordedSampler, lost
+from paceline.workloads.base import Workload
 
 POLICIES = ("bsp", "ssp:staleness=3", "backup:extra=1", "asp")
 TARGET = Target("accuracy", 0.85)
 
 
-def train(folder: Path) -> None:
+def train(workload: Workload, folder: Path) -> None:
     """Train for ever; worker 0 evaluates. What counted is written down after each step, also the last one."""
-    world, workload = paceline.init(), workloads.load("digits-mlp")
+    world = paceline.init()
     inputs, labels = workload.train
     sampler = RecordedSampler(range(len(inputs)), folder)
     loader = DataLoader(range(len(inputs)), 16, sampler=sampler)  # type: ignore[arg-type]
@@ -65,7 +66,7 @@ def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]
 
     Also how many epochs were finished.
     """
-    work = partial(train, folder)
+    work = partial(train, workloads.load("digits-mlp"), folder)  # loaded here: forks that import are poor victims
     plan = LivePlan(
         Members(4, 2), function_starter(work), policies.parse(policy), load("lognormal:compute_s=0.004"),
         seed=seed, care=Care(restarts=kills, timeout_s=120), target=None,
