@@ -228,3 +228,17 @@ def test_a_hand_is_a_small_part_of_a_small_share_and_grows_within_a_large_step()
     list(islice(large.draw(), 4096))
     assert desk.waits <= 8
     assert large.hand_size() >= FEW_STEPS * 2048
+
+
+def test_whoever_joins_late_is_dealt_the_current_epoch_at_once() -> None:
+    office = Office(2)
+    old = office.admit(0)
+    holder = old.hands.holder(SAMPLER, 40, 0, None)
+    for _ in range(30):
+        assert len(list(holder.draw())) == 40
+        old.hands.settle(counted=True)
+    new = office.admit(1)
+    joiner = new.hands.holder(SAMPLER, 40, 0, None)
+    next(joiner.draw())
+    assert joiner.in_play.epoch == 30
+    assert new.waits == 1
