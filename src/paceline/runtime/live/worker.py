@@ -30,6 +30,7 @@ from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat, WorkerCarrier
 from paceline.runtime.live import memory, wire
+from paceline.runtime.live.hands import Hands
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Waiter
@@ -84,6 +85,7 @@ class LiveWorker(WorkerCarrier):
         self.stopping = False
         self.heard_s = 0.0
         self.fetched: set[str] = set()
+        self.hands = Hands(self)
         self.said: dict[int, bytes] = {}
         """The last message to each shard."""
         self.pushed: Sequence[Tensor | None] = ()
@@ -148,6 +150,7 @@ class LiveWorker(WorkerCarrier):
             )
         )
         begin = self.await_begin()
+        self.hands.open()
         if not lead:
             self.take_others()
         self.epoch_s = begin.epoch_s
@@ -255,6 +258,7 @@ class LiveWorker(WorkerCarrier):
             self.changes = [tensor._version for tensor in self.model.tensors]
         if time.monotonic() - self.heard_s > HEAR_S:
             self.hear_driver()
+        self.hands.settle(counted=not all(self.machine.dropped))
         if self.stopping:
             raise Stopped
 
@@ -285,12 +289,24 @@ class LiveWorker(WorkerCarrier):
     def hear_driver(self) -> None:
         self.heard_s = time.monotonic()
         while (message := self.driver.receive()) is not None:
-            match wire.decode_to_worker(message):
-                case wire.Stop():
-                    self.stopping = True
-                case wire.Reopened(shard):
-                    self.servers[shard].reopen()
-                    self.say_again(shard)
+            self.obey(wire.decode_to_worker(message))
+
+    def await_driver(self) -> None:
+        """Hear what the driver says next, if it says something soon."""
+        if (message := self.driver.wait_for(IDLE_S)) is not None:
+            self.obey(wire.decode_to_worker(message))
+
+    def obey(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Stop():
+                self.stopping = True
+            case wire.Reopened(shard):
+                self.servers[shard].reopen()
+                self.say_again(shard)
+            case wire.Dealt():
+                self.hands.take(message)
+            case wire.Refuse(reason):
+                raise PacelineError(reason)
 
     def say_again(self, shard: int) -> None:
         """A server came back: if we wait for its answer, it may never have seen our push.
@@ -343,6 +359,7 @@ class LiveWorker(WorkerCarrier):
         """This worker ends. If all is well it leaves its buffers for the average, and says goodbye."""
         if well and hasattr(self, "model"):
             save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
+        self.hands.report()
         if well:
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
