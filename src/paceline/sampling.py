@@ -27,9 +27,9 @@ class Sampler(torch.utils.data.Sampler[int]):
     epoch is part of at least one gradient that counts, and of exactly one if all goes well. A loop that is left
     early goes on in the same epoch next time. What nobody asks for any more when the script ends stays undone.
 
-    A step is taken to use what was drawn since the step before, from every sampler. If something draws ahead of the
-    loop, as a `DataLoader` with `num_workers` does, give `per_step`: the samples of one step of this worker, of all
-    its micro-batches together. A loader with `num_workers` is refused without it.
+    A step is taken to use what was drawn since the step before, from every sampler; of a torch `DataLoader` with
+    `num_workers`, which draws ahead of the loop, the batches the loop has got. If anything else draws ahead, give
+    `per_step`: the samples of one step of this worker, of all its micro-batches together.
 
     Every worker makes the same samplers (size and seed) in the same order, and draws from them after
     `paceline.Optimizer` is made, in the thread that calls `step`. `len` is this worker's share of an epoch if all

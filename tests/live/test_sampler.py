@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -237,13 +237,13 @@ def test_a_loop_that_is_left_goes_on_where_it_was(drop_last: bool, tmp_path: Pat
     assert set(table_of(driver).finished()) >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("policy", ["bsp", "backup:extra=1"])
-def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "per_step"), [("bsp", 2 * BATCH), ("bsp", None), ("backup:extra=1", None)])
+def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, per_step: int | None, tmp_path: Path) -> None:
     """Two micro-batches a step; what is drawn ahead is acknowledged by the step that uses it, no sooner."""
 
     def work() -> None:
         torch.set_num_threads(1)
-        loop = Loop(tmp_path, per_step=2 * BATCH, num_workers=2, prefetch_factor=3)
+        loop = Loop(tmp_path, per_step=per_step, num_workers=2, prefetch_factor=3)
         while True:
             batches = iter(loop.loader)
             for (first,) in batches:
@@ -305,10 +305,21 @@ def two_loops() -> None:
     list(zip(sampler, sampler, strict=False))
 
 
+class Pairs:
+    """A batch sampler of somebody's own."""
+
+    def __init__(self, sampler: paceline.Sampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draws = iter(self.sampler)
+        yield from ([first, next(draws)] for first in draws)
+
+
 def ahead_without_saying() -> None:
     optimizer()
     torch.set_num_threads(1)
-    next(iter(DataLoader(range(40), 4, sampler=paceline.Sampler(range(40)), num_workers=1)))
+    next(iter(DataLoader(range(40), batch_sampler=Pairs(paceline.Sampler(range(40))), num_workers=1)))
 
 
 def other_sizes() -> None:
@@ -327,7 +338,7 @@ def other_seeds() -> None:
         (lambda: (draws(paceline.Sampler(range(4))), optimizer()), "drawn from before paceline.Optimizer was made"),
         (in_a_thread, "drawn from outside the thread that made paceline.Optimizer"),
         (two_loops, "two loops draw from one paceline.Sampler"),
-        (ahead_without_saying, "say how many samples a step uses, paceline.Sampler(data, per_step=BATCH)"),
+        (ahead_without_saying, "say how many samples a step uses, paceline.Sampler(data, per_step=...)"),
         (other_sizes, "make the same samplers in the same order on every worker"),
         (other_seeds, "make the same samplers in the same order on every worker"),
     ],

@@ -12,9 +12,10 @@ share of the epoch, but not less than 4 steps' worth and not more than 32.
 
 What a step has used. Nobody tells: the gradient does not say which samples are in it. So it is what was drawn since
 the step before, which is exact for a loop that draws its batch, steps, and draws the next. A loader with processes
-of its own draws ahead of the loop: then the script must say how much a step uses (`per_step`), and each step
-settles so much of what was drawn, oldest first. Without that it is refused, for what was drawn ahead would be
-acknowledged by a step that has not seen it, and lost if its own gradient is.
+of its own draws ahead of the loop, but torch's knows how many batches it has handed over, and these are what was
+used. If anything else draws ahead, the script must say how much a step uses (`per_step`), and each step settles so
+much of what was drawn, oldest first: what was drawn ahead would otherwise be acknowledged by a step that has not seen
+it, and lost if its own gradient is.
 
 A step that counted on at least one shard acknowledges what it used; one that counted nowhere (dropped, skipped, not
 finite) returns it. So is what was drawn and not used by the time the script starts to draw anew, when the loop was
@@ -35,9 +36,10 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,20 +101,25 @@ class Holder:
         self.reports: list[tuple[bool, int, int, int]] = []
         """Settled and not reported: (counted, ticket, start, stop)."""
         self.iteration = 0
+        self.settled = 0
+        """In this iteration."""
+        self.used: Callable[[], int] | None = None
+        """In this iteration, if the loader knows."""
         self.permutations: dict[int, NDArray[np.int64]] = {}
 
     def draw(self) -> Iterator[int]:
         """The samples of one iteration, until the deck passes."""
         self.worker.hands.check_caller()
-        draws_ahead, whole = look_at_loader()
-        if self.per_step is None and draws_ahead:
+        loader = look_at_loader()
+        if self.per_step is None and loader.ahead is not None and loader.used() is None:
             raise PacelineError(
-                "a DataLoader with num_workers > 0 draws ahead of the loop: say how many samples a step uses, "
-                "paceline.Sampler(data, per_step=BATCH)"
+                "this DataLoader draws ahead of the loop, and its batches are not torch's: say how many samples a step "
+                "uses, paceline.Sampler(data, per_step=...)"
             )
         self.iteration += 1
         iteration = self.iteration
         self.settle(counted=False)
+        self.settled, self.used = 0, loader.used()
         drawn = 0
         while (hand := self.next_hand(drawn > 0)) is not None:
             self.in_play = hand
@@ -123,7 +130,7 @@ class Holder:
                 if self.iteration != iteration:
                     raise PacelineError("two loops draw from one paceline.Sampler: make a sampler for each")
             self.worker.hands.check_caller()
-        self.put_back(drawn % whole)
+        self.put_back(drawn % loader.whole)
 
     def next_hand(self, drew: bool) -> Hand | None:
         """The hand to draw from; None if the iteration, which `drew` something already, is over."""
@@ -202,7 +209,17 @@ class Holder:
             self.note(counted, hand.ticket, start, stop)
         while self.hands and self.hands[0].settled == len(self.hands[0].samples):
             self.hands.popleft()
+        self.settled += settled
         return settled
+
+    def settle_step(self, counted: bool) -> None:
+        """A step was taken: what it used is acknowledged or returned."""
+        if self.per_step is not None:
+            self.settle(counted, self.per_step)
+        elif self.used is not None:
+            self.settle(counted, max(self.used() - self.settled, 0))
+        else:
+            self.step_samples = max(self.step_samples, self.settle(counted))
 
     def put_back(self, count: int) -> None:
         """The newest so many of what was drawn were not: the next iteration begins with them."""
@@ -255,10 +272,7 @@ class Hands:
     def settle(self, counted: bool) -> None:
         """A step was taken: what it used is acknowledged or returned."""
         for holder in self.holders.values():
-            if holder.per_step is not None:
-                holder.settle(counted, holder.per_step)
-            else:
-                holder.step_samples = max(holder.step_samples, holder.settle(counted))
+            holder.settle_step(counted)
 
     def report(self) -> None:
         """Last words, before this worker leaves: what it has not settled is dealt to others then."""
@@ -266,19 +280,41 @@ class Hands:
             holder.tell()
 
 
-def look_at_loader() -> tuple[bool, int]:
-    """Of the loader that draws: whether it has processes of its own; the size of its batches if it drops others.
+class Loader(NamedTuple):
+    """What is known of the loader that draws. One that is not torch's own is not known."""
 
-    It is found among the callers. One that is not torch's own is not known: then 1.
-    """
-    ahead, whole = False, 1
+    whole: int = 1
+    """The size of its batches, if it drops others."""
+    batch: int | None = None
+    ahead: _MultiProcessingDataLoaderIter | None = None
+    """It has processes of its own, so it draws ahead of the loop; this knows how far the loop is."""
+
+    def used(self) -> Callable[[], int] | None:
+        """How many samples the loop has got so far, if the loader knows better than the sampler."""
+        if self.ahead is None or self.batch is None or not hasattr(self.ahead, "_rcvd_idx"):
+            return None
+        batch, alive = self.batch, ref(self.ahead)
+
+        def used() -> int:
+            ahead = alive()
+            # A loop that was left uses nothing more.
+            return 0 if ahead is None else int(ahead._rcvd_idx) * batch
+
+        return used
+
+
+def look_at_loader() -> Loader:
+    """The loader is found among the callers."""
+    found = Loader()
     frame: FrameType | None = sys._getframe(1)
     for _ in range(FRAMES):
         if frame is None:
             break
         caller = frame.f_locals.get("self")
-        if isinstance(caller, BatchSampler) and caller.drop_last:
-            whole = caller.batch_size
-        ahead = ahead or isinstance(caller, _MultiProcessingDataLoaderIter)
+        if isinstance(caller, BatchSampler):
+            found = found._replace(batch=caller.batch_size, whole=caller.batch_size if caller.drop_last else 1)
+        elif isinstance(caller, _MultiProcessingDataLoaderIter):
+            # Without batches it draws sample by sample.
+            found = found._replace(ahead=caller, batch=found.batch or (None if caller._auto_collation else 1))
         frame = frame.f_back
-    return ahead, whole
+    return found
