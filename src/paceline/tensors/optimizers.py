@@ -137,22 +137,21 @@ class SliceOptimizer:
         gradients: Sequence[Sequence[Tensor]],
         weight: float,
         absent: Sequence[frozenset[int]] = (),
-        replace: bool = False,
+        targets: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
-        as zero for those. With `replace` the new values are written over the gradients, each piece while it is
-        still in the cache.
+        as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
+        be among them), each piece while it is still in the cache.
         """
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else None
         for index, stepper in enumerate(self.steppers):
             if missing is None or self.pieces[index].entry not in missing:
                 stepper.step(self._mean(gradients, index), weight)
-            if replace:
-                for gradient in gradients:
-                    gradient[index].copy_(stepper.values)
+            for target in targets:
+                target[index].copy_(stepper.values)
 
     def state(self) -> State:
         """The optimizer's state for this slice, as plain tensors: vectors as long as the slice, scalars by piece."""
