@@ -47,6 +47,9 @@ class Tied(nn.Module):
         self.steps += 1
         return hidden * self.seldom if self.steps % 3 else hidden
 
+    def twice(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden @ self.weight) @ self.weight
+
 
 class Mixed(nn.Module):
     """A gradient that is not contiguous, and one that is expanded."""
