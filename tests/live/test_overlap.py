@@ -182,7 +182,10 @@ def clip_value(a: torch.Tensor) -> None:
 
 
 def replace(a: torch.Tensor) -> None:
-    a.grad = a.grad.clone()
+    other = torch.zeros_like(a.grad)
+    while other._version < a.grad._version:
+        other += 1
+    a.grad = other
 
 
 def write(a: torch.Tensor) -> None:
@@ -319,6 +322,24 @@ def test_a_backward_that_fails_midway_leaves_nothing_and_the_next_starts_afresh(
     assert_equal(train_with(False, overlap=False), train_with(False, overlap=True))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_after_a_backward_without_a_step_starts_afresh(to_none: bool) -> None:
+    def train_with(overlap: bool) -> paceline.Run:
+        def work() -> None:
+            model, opt = small(overlap)
+            for step in range(5):
+                for attempt in range(1 + step % 2):
+                    opt.zero_grad(set_to_none=to_none)
+                    model(noise(step + attempt, 5, 3)).pow(2).sum().backward()
+                opt.step()
+
+        run = paceline.launch(work, workers=2, servers=2, policy="bsp", timeout_s=60)
+        assert run.failures == []
+        return run
+
+    assert_equal(train_with(False), train_with(True))
+
+
 def test_skip_step_after_backward_commits_nothing() -> None:
     def train_with(overlap: bool) -> paceline.Run:
         def work() -> None:
@@ -349,6 +370,21 @@ def test_a_gradient_that_is_not_finite_is_rejected() -> None:
     run = paceline.launch(work, workers=2, servers=2, policy="bsp", timeout_s=60)
     assert run.failures == []
     assert all(torch.isfinite(value).all() for value in run.parameters.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_model_is_as_it_was_after_a_gradient_that_did_not_count(overlap: bool) -> None:
+    def work() -> None:
+        model, opt = small(overlap)
+        for bad in (1.0, float("nan"), float("inf"), 1.0):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            opt.zero_grad()
+            (model(noise(0, 5, 3)).pow(2).sum() * bad).backward()
+            opt.step()
+            same = [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+            assert all(same) if bad != 1.0 else not any(same)
+
+    assert paceline.launch(work, workers=1, servers=2, policy="asp", timeout_s=60).failures == []
 
 
 def test_a_killed_server_comes_back_and_reads_what_was_staged(tmp_path: Path) -> None:

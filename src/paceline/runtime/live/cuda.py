@@ -9,6 +9,7 @@ Nothing here is touched by a run whose models are on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -47,8 +48,12 @@ def lanes_for(tensors: Sequence[Tensor]) -> dict[torch.device, CudaLane]:
 def pin(segment: Tensor, device: torch.device) -> str:
     """Register a segment with CUDA; "" or why that failed."""
     with torch.cuda.device(device):
-        code = int(torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), segment.nbytes, PORTABLE))
-    return "" if code == 0 else torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(code))
+        code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), segment.nbytes, PORTABLE)
+        if int(code) == 0:
+            return ""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device).add_(1)  # CUDA reports the failure once more, to whoever asks next
+    return str(torch.cuda.cudart().cudaGetErrorString(code))
 
 
 def unpin(segment: Tensor) -> None:

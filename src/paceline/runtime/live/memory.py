@@ -3,7 +3,7 @@
 A worker's segment holds one flat vector. It is the worker's push buffer and its pull buffer: between its push
 and the answer the slice belongs to the shard, at all other times to the worker. So nobody ever reads what
 somebody else is writing, without locks, fences or a second buffer. A worker that sends gradients while backward
-runs (`overlap=True`) has one more segment for them: the worker writes it, shards only read it.
+reads its parameters in place (`overlap=True` on the CPU) has one more segment for them: shards only read it.
 
 Files are mapped directly: `multiprocessing.shared_memory` on Python 3.11 unlinks segments others still use.
 The space is reserved at once (`posix_fallocate`), since a full /dev/shm would otherwise kill a process later.

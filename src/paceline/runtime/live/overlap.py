@@ -1,11 +1,9 @@
 """Gradients on their way while backward still runs (`paceline.Optimizer(..., overlap=True)`).
 
-As soon as backward has a tensor's gradient, a hook begins to copy it to a segment of its own and to look for
-NaN and Inf. It is only staged there: no shard reads it before the push, which `step` sends when all is there
-(`commit`). So a backward that fails, or is followed by `skip_step`, leaves nothing behind, and what it had
-staged is written over by the next.
-
-The segment is not that of the parameters: backward still reads those (docs/decisions/0009).
+As soon as backward has a tensor's gradient, a hook begins to copy it to shared memory and to look for NaN and
+Inf. It is only staged there: no shard reads it before the push, which `step` sends when all is there (`commit`).
+So a backward that fails, or is followed by `skip_step`, leaves nothing behind, and what it had staged is written
+over by the next. Why it is so, and where it is staged: docs/decisions/0009.
 
 What changes a gradient after its hook would change it here and not there. So that is refused: a second
 gradient before the step, and a gradient that is another tensor at the step, or one written to since.

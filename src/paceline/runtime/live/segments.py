@@ -1,7 +1,9 @@
-"""A worker's shared memory: its segment, with `overlap` one more for gradients, and the way in and out.
+"""A worker's shared memory: its segment, and the way in and out.
 
 On the CPU the model's tensors become views of the segment (`adopt`): what the servers write there is in the
-model, without a copy. On a GPU the segments are pinned and `transfer` copies.
+model, without a copy. Gradients that come while backward still reads the model (`overlap`) therefore have a
+segment of their own. A model on a GPU has memory of its own instead: its one segment is pinned, and `transfer`
+copies.
 """
 
 from __future__ import annotations
@@ -25,20 +27,17 @@ class Segments:
         self.layout = layout
         self.tensors = tensors
         self.parameters = memory.create(memory.segment_path(folder, rank, incarnation), layout)
-        self.gradient = self.parameters
-        if overlap:
-            self.gradient = memory.create(memory.staging_path(folder, rank, incarnation), layout)
         self.views = layout.views(self.parameters)
         lanes = cuda.lanes_for(tensors)
-        self.transfer = staging.Transfer(tensors, layout.views(self.gradient), self.views, lanes)
         self.in_place = not lanes and all(tensor.device.type == "cpu" for tensor in tensors)
-        self.pinned: list[Tensor] = []
-        """Segments that are registered with CUDA."""
-        for segment in (self.parameters, self.gradient)[: 1 + overlap] if lanes else ():
-            if problem := cuda.pin(segment, next(iter(lanes))):
-                print(f"worker {rank}: copies from and to the GPU are slow: {problem}", file=sys.stderr)
-            else:
-                self.pinned.append(segment)
+        self.gradient = self.parameters
+        if overlap and self.in_place:
+            self.gradient = memory.create(memory.staging_path(folder, rank, incarnation), layout)
+        self.transfer = staging.Transfer(tensors, layout.views(self.gradient), self.views, lanes)
+        problem = cuda.pin(self.parameters, next(iter(lanes))) if lanes else ""
+        self.pinned = bool(lanes) and not problem
+        if problem:
+            print(f"worker {rank}: copies from and to the GPU are slow: {problem}", file=sys.stderr)
 
     def adopt(self) -> None:
         """Once the first parameters are there: have the model's tensors be views of the segment, on the CPU."""
@@ -60,5 +59,5 @@ class Segments:
 
     def close(self) -> None:
         self.transfer.settle()
-        while self.pinned:
-            cuda.unpin(self.pinned.pop())
+        if self.pinned:
+            cuda.unpin(self.parameters)

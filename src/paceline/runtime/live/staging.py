@@ -38,7 +38,7 @@ class Lane(Protocol):
 class Transfer:
     """Moves the gradient of one model to `gradient` and its parameters from `parameters` (views of segments).
 
-    The two may be the same memory: gradients are then put after `settle`, parameters loaded after the answer.
+    The two may be the same memory if the model has its own: gradients then follow the parameters in their lane.
     `lanes` names the devices that have one; tensors of all others are copied at once.
     """
 
@@ -58,7 +58,6 @@ class Transfer:
 
     def write(self, gradients: Sequence[Tensor | None]) -> bool:
         """Put a whole gradient in its place; whether it is finite."""
-        self.settle()
         self.clear(index for index, gradient in enumerate(gradients) if gradient is None)
         self.put({index: gradient for index, gradient in enumerate(gradients) if gradient is not None})
         return self.finish()
