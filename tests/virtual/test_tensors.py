@@ -154,3 +154,18 @@ def test_describe_reads_every_group() -> None:
     assert [group["lr"] for group in spec.groups] == [0.5, 0.25]
     assert spec.groups[0]["betas"] == (0.9, 0.999)
     assert "params" not in hyper_of({"params": [a], "lr": 1})
+
+
+def test_a_slice_on_the_cpu_never_asks_cuda(monkeypatch) -> None:
+    """A server may be a fork of a process that has used CUDA: asking would fail there."""
+
+    def asked(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: initialization error")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", asked)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+    layout = layout_of([("p", torch.zeros(5), 0)])
+    values = torch.zeros(5)
+    optimizer = SliceOptimizer(layout, slice(0, 5), values, parse("adam:lr=0.1"))
+    optimizer.apply([optimizer.cut(torch.ones(5))], 1.0)
+    assert values.ne(0).all()

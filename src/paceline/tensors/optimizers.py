@@ -35,6 +35,9 @@ SCALARS = ("step",)
 """State that is one number for a tensor, not one for each element."""
 THERE = "there"
 """In a state: whether a piece has any yet."""
+CHECKS_OF_CUDA = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+"""What torch's optimizers ask before each step: whether CUDA captures a graph. In a server asking would start CUDA,
+and fail in one forked from a process that has used it."""
 State = dict[str, Tensor]
 
 Value = float | int | bool | tuple[float, ...] | None
@@ -241,6 +244,8 @@ class TorchStepper:
         self.values = values
         self.hyper = hyper
         self.optimizer = OptimizerSpec(name, (hyper,)).build([[values]])
+        for check in CHECKS_OF_CUDA:
+            setattr(self.optimizer, check, lambda: None)
 
     def step(self, gradient: Tensor, weight: float) -> None:
         (group,) = self.optimizer.param_groups
