@@ -24,20 +24,25 @@ from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import Hyper, describe, hyper_of
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.worker import Described
+    from paceline.runtime.live.description import Described
 
 
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are taken on the servers of a live run.
 
     `policy` says who waits for whom (`paceline run --policy` beats it). `model` is optional: with it the
-    saved parameters bear the model's names.
+    saved parameters bear the model's names. `overlap` sends gradients while backward runs; it refuses what changes
+    them afterwards (accumulation, clipping, GradScaler).
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, inner: torch.optim.Optimizer, policy: str | Policy | None = None, model: nn.Module | None = None
+        self,
+        inner: torch.optim.Optimizer,
+        policy: str | Policy | None = None,
+        model: nn.Module | None = None,
+        overlap: bool = False,
     ) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(f"paceline.Optimizer wraps a torch.optim optimizer, got {type(inner).__name__}")
@@ -47,6 +52,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = inner.state
         chosen = policies.parse(policy) if policy is not None else None
         self.live = session.init().live
+        self.overlap = overlap
         self.steps = 0
         self.raw_hyper: list[list[Any]] = []
         self.hyper: tuple[Hyper, ...] = ()
@@ -54,13 +60,13 @@ class Optimizer(torch.optim.Optimizer):
             given = [tensor for group in self.param_groups for tensor in group["params"]]
             self.trained = [tensor for tensor in given if tensor.requires_grad]
             self.frozen = [tensor for tensor in given if not tensor.requires_grad]
-            hyper = self.live.begin(self._describe(model), chosen)
+            hyper = self.live.begin(self._describe(model), chosen, overlap)
             for group, current in zip(self.param_groups, hyper or (), strict=False):
                 group.update(current)
         self.started = time.monotonic()
 
     def _describe(self, model: nn.Module | None) -> Described:
-        from paceline.runtime.live.worker import Described
+        from paceline.runtime.live.description import Described
 
         given = dict(model.named_parameters()) if model is not None else {}
         names = {id(tensor): name for name, tensor in given.items()}
@@ -92,8 +98,9 @@ class Optimizer(torch.optim.Optimizer):
             return None
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = self._compute(closure)
+        if self.overlap and getattr(self, "found_inf", None) is not None:
+            raise PacelineError("a GradScaler changes gradients after backward: overlap=True has sent them by then")
         if not self._scaler_allows():
             self.skip_step()
             return loss
@@ -102,6 +109,20 @@ class Optimizer(torch.optim.Optimizer):
         self.live.exchange([tensor.grad for tensor in self.trained], self._hyper())
         self.started = time.monotonic()
         return loss
+
+    def _compute(self, closure: Callable[[], Any]) -> Any:
+        try:
+            with torch.enable_grad():
+                return closure()
+        except BaseException:
+            if self.live is not None:
+                self.live.forget_staged()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.live is not None:
+            self.live.forget_staged()
+        super().zero_grad(set_to_none)
 
     def _refuse_late_parameters(self) -> None:
         """A parameter that was frozen when this optimizer was made is not on the servers."""

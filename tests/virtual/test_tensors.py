@@ -169,9 +169,25 @@ def test_threads_change_nothing(threads: int) -> None:
         ours = SliceOptimizer(layout, part, start.clone(), parse("sgd:lr=0.1,momentum=0.9"), count)
         copies = [gradient.clone() for gradient in gradients]
         for _ in range(2):
-            ours.apply([ours.cut(copy) for copy in copies], 1.0, [frozenset({1})] * 3, replace=True)
+            pieces = [ours.cut(copy) for copy in copies]
+            ours.apply(pieces, 1.0, [frozenset({1})] * 3, targets=pieces)
         results.append([ours.values, *copies])
         if ours.pool is not None:
             ours.pool.shutdown()
     for alone, together in zip(*results, strict=True):
         assert torch.equal(alone, together)
+
+
+def test_a_slice_on_the_cpu_never_asks_cuda(monkeypatch) -> None:
+    """A server may be a fork of a process that has used CUDA: asking would fail there."""
+
+    def asked(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: initialization error")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", asked)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+    layout = layout_of([("p", torch.zeros(5), 0)])
+    values = torch.zeros(5)
+    optimizer = SliceOptimizer(layout, slice(0, 5), values, parse("adam:lr=0.1"))
+    optimizer.apply([optimizer.cut(torch.ones(5))], 1.0)
+    assert values.ne(0).all()

@@ -23,7 +23,7 @@ from paceline.api import launch
 from paceline.core.shard import Shard
 from paceline.core.worker import Worker
 from paceline.optim import Optimizer
-from paceline.runtime.live import worker
+from paceline.runtime.live import staging
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.server import LiveServer
 from paceline.runtime.live.worker import LiveWorker
@@ -31,7 +31,7 @@ from paceline.runtime.live.worker import LiveWorker
 WORKERS = 4
 WARM = 10
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "finite check": ((worker, "is_finite"),),
+    "finite check": ((staging, "is_finite"),),
     "acknowledgements, deduplication": ((Worker, "handle"), (Shard, "handle")),
     "trace": ((TraceFile, "write"), (TraceFile, "flush")),
 }

@@ -38,6 +38,9 @@ SCALARS = ("step",)
 """State that is one number for a tensor, not one for each element."""
 THERE = "there"
 """In a state: whether a piece has any yet."""
+CHECKS_OF_CUDA = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+"""What torch's optimizers ask before each step: whether CUDA captures a graph. In a server asking would start CUDA,
+and fail in one forked from a process that has used it."""
 State = dict[str, Tensor]
 
 Value = float | int | bool | tuple[float, ...] | None
@@ -146,14 +149,14 @@ class SliceOptimizer:
         gradients: Sequence[Sequence[Tensor]],
         weight: float,
         absent: Sequence[frozenset[int]] = (),
-        replace: bool = False,
+        targets: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
-        as zero for those. With `replace` the new values are written over the gradients, each piece while it is
-        still in the cache.
+        as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
+        be among them), each piece while it is still in the cache.
         """
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
 
@@ -162,9 +165,8 @@ class SliceOptimizer:
                 stepper = self.steppers[index]
                 if self.pieces[index].entry not in missing:
                     stepper.step(self._mean(gradients, index, self.scratch[thread]), weight)
-                if replace:
-                    for gradient in gradients:
-                        gradient[index].copy_(stepper.values)
+                for target in targets:
+                    target[index].copy_(stepper.values)
 
         if self.pool is None or len(gradients) == 1:
             step(0, range(len(self.pieces)))
@@ -262,6 +264,8 @@ class TorchStepper:
         self.values = values
         self.hyper = hyper
         self.optimizer = OptimizerSpec(name, (hyper,)).build([[values]])
+        for check in CHECKS_OF_CUDA:
+            setattr(self.optimizer, check, lambda: None)
 
     def step(self, gradient: Tensor, weight: float) -> None:
         (group,) = self.optimizer.param_groups

@@ -2,7 +2,8 @@
 
 A worker's segment holds one flat vector. It is the worker's push buffer and its pull buffer: between its push
 and the answer the slice belongs to the shard, at all other times to the worker. So nobody ever reads what
-somebody else is writing, without locks, fences or a second buffer.
+somebody else is writing, without locks, fences or a second buffer. A worker that sends gradients while backward
+reads its parameters in place (`overlap=True` on the CPU) has one more segment for them: shards only read it.
 
 Files are mapped directly: `multiprocessing.shared_memory` on Python 3.11 unlinks segments others still use.
 The space is reserved at once (`posix_fallocate`), since a full /dev/shm would otherwise kill a process later.
@@ -82,6 +83,16 @@ def _is_stale(folder: Path) -> bool:
         return True
     finally:
         os.close(lock)
+
+
+def segment_path(folder: Path, worker: int, incarnation: int) -> Path:
+    """Where a worker's segment lies."""
+    return folder / f"worker-{worker}.{incarnation}"
+
+
+def staging_path(folder: Path, worker: int, incarnation: int) -> Path:
+    """Where its gradients are, if they have a segment of their own."""
+    return folder / f"worker-{worker}.{incarnation}-staging"
 
 
 def create(path: Path, layout: Layout) -> Tensor:

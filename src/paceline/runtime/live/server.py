@@ -35,11 +35,15 @@ STATUS_S = 0.5
 
 
 class Segment:
-    """The part of a worker's segment that belongs to this shard, whole and in the optimizer's pieces."""
+    """The part of a worker's segment that belongs to this shard, whole and in the optimizer's pieces.
 
-    def __init__(self, values: Tensor, optimizer: SliceOptimizer) -> None:
+    Gradients come in the same memory, or in `staging` if the worker has a segment for them.
+    """
+
+    def __init__(self, values: Tensor, staging: Tensor | None, optimizer: SliceOptimizer) -> None:
         self.values = values
         self.pieces = optimizer.cut(values)
+        self.gradient = self.pieces if staging is None else optimizer.cut(staging)
         self.absent: frozenset[int] = frozenset()
         """Tensors that have no gradient in the last push."""
         self.holds = -1
@@ -203,7 +207,8 @@ class LiveServer(ServerCarrier):
             self.hyper = exchange.hyper
         segment = self.segment(handle.source, handle.incarnation)
         segment.absent = frozenset(exchange.absent)
-        segment.holds = -1
+        if segment.gradient is segment.pieces:
+            segment.holds = -1
         if exchange.refusal:
             self.seat.tell(PushRejected(self.now(), push, exchange.refusal))
         else:
@@ -212,15 +217,17 @@ class LiveServer(ServerCarrier):
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
         if segment is None:
-            whole = memory.attach(self.folder / f"worker-{worker}.{incarnation}", self.layout)
-            segment = self.segments[worker, incarnation] = Segment(whole[self.part], self.optimizer)
+            values = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)[self.part]
+            path = memory.staging_path(self.folder, worker, incarnation)
+            staging = memory.attach(path, self.layout)[self.part] if path.exists() else None
+            segment = self.segments[worker, incarnation] = Segment(values, staging, self.optimizer)
         return segment
 
     def apply(self, action: Apply) -> None:
         segments = [self.segments[handle.source, handle.incarnation] for handle in action.handles]
-        pieces, absent = [segment.pieces for segment in segments], [segment.absent for segment in segments]
+        gradients, absent = [segment.gradient for segment in segments], [segment.absent for segment in segments]
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
-        self.optimizer.apply(pieces, action.weight, absent, replace=True)
+        self.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in segments])
         for handle, segment in zip(action.handles, segments, strict=True):
             segment.holds = action.version
             self.staleness[handle.source] = action.version - 1 - handle.version

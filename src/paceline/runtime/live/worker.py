@@ -7,13 +7,10 @@ answer from each. The links are read only here, in the thread that calls `step`.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -30,40 +27,20 @@ from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat, WorkerCarrier
 from paceline.runtime.live import memory, wire
+from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.hands import Hands
+from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
+from paceline.runtime.live.segments import Segments
 from paceline.runtime.live.sockets import Link, Waiter
 from paceline.tensors import state
 from paceline.tensors.layout import Layout, flatten
-from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
+from paceline.tensors.optimizers import THERE, Hyper, State
 
 IDLE_S = 0.2
 HEAR_S = 0.05
 """How long a worker may take to hear the driver: asking costs as much as a small exchange's arithmetic."""
-AT_ONCE = 1 << 20
-"""Elements that are copied and looked at together: four megabytes in float32, which a third-level cache holds."""
-
-
-@dataclass
-class Described:
-    """What a worker trains, as the optimizer knows it."""
-
-    layout: Layout
-    tensors: list[Tensor]
-    """The trained tensors, as they lie in the layout."""
-    optimizer: OptimizerSpec
-    state: State
-    """What the optimizer has learned already, whole."""
-    others: dict[str, Tensor]
-    """Frozen parameters and buffers, by name."""
-    buffers: dict[str, Tensor]
-    aliases: dict[str, str]
-    """Second names of tied weights."""
-
-    def digest(self, policy: Policy | None) -> str:
-        """What must be the same on every worker."""
-        return f"{self.layout.digest()}/{self.optimizer.name}/{policy}"
 
 
 class LiveWorker(WorkerCarrier):
@@ -99,6 +76,7 @@ class LiveWorker(WorkerCarrier):
             self.slowdown = self.scenario.slowdowns(rank, self.config.members.workers, self.config.seed)
         self.pid = os.getpid()
         self.layout: Layout
+        self.overlap: Overlap | None = None
         self.machine: Worker
         self.seat: Seat
         self.trace: TraceFile
@@ -111,11 +89,10 @@ class LiveWorker(WorkerCarrier):
     def now(self) -> float:
         return time.monotonic() - self.epoch_s
 
-    def begin(self, model: Described, policy: Policy | None) -> tuple[Hyper, ...] | None:
+    def begin(self, model: Described, policy: Policy | None, overlap: bool = False) -> tuple[Hyper, ...] | None:
         """Describe the model, wait for the servers, and have its tensors hold the first parameters.
 
-        On the CPU the tensors become views of the segment: what the servers write there is in the model, without
-        a copy. From its push to the answer the segment holds the gradient, so `step` does not return before.
+        From its push to the answer the segment may hold the gradient, so `step` does not return before.
         Returns the hyper-parameters the run has by now, if this worker joins late.
         """
         if hasattr(self, "model"):
@@ -123,12 +100,9 @@ class LiveWorker(WorkerCarrier):
         self.model = model
         self.layout = layout = model.layout
         tensors, optimizer = model.tensors, model.optimizer
-        self.tensors = [tensor.detach() for tensor in tensors]
-        self.in_place = all(tensor.device.type == "cpu" for tensor in tensors)
-        self.segment = memory.create(self.folder / f"worker-{self.rank}.{self.incarnation}", layout)
-        self.views = layout.views(self.segment)
+        self.segments = Segments(self.folder, self.rank, self.incarnation, layout, tensors, overlap)
+        self.transfer = self.segments.transfer
         self.slice_bytes = layout.slice_bytes(self.config.members.servers)
-        self.starts = list(accumulate((entry.numel for entry in layout.entries), initial=0))
         lead = self.rank == 0 and self.incarnation == 0
         if lead:
             flatten(tensors, layout.views(memory.create(self.folder / memory.WHOLE, layout)))
@@ -167,10 +141,10 @@ class LiveWorker(WorkerCarrier):
         self.seat.tell(ViewChanged(self.now(), begin.view))
         self.flush()
         self.await_parameters()
-        if self.in_place:
-            for tensor, view in zip(tensors, self.views, strict=True):
-                tensor.data = view
+        self.segments.adopt()
         self.changes = [tensor._version for tensor in tensors]
+        if overlap:
+            self.overlap = Overlap(tensors, [entry.name for entry in layout.entries], self.transfer)
         if begin.hyper is not None:
             self.sent_hyper = begin.hyper
         return begin.hyper
@@ -198,7 +172,8 @@ class LiveWorker(WorkerCarrier):
         """Push a gradient; return when the model holds the parameters of the next iteration."""
         self.check_whole(gradients)
         self.pushed = gradients
-        refusal = "" if write_gradient(gradients, self.views) else "the gradient is not finite"
+        finite = self.overlap.commit(gradients) if self.overlap is not None else self.transfer.write(gradients)
+        refusal = "" if finite else "the gradient is not finite"
         if refusal:
             rejected = wire.Rejected(self.rank, self.machine.iteration, refusal)
             self.driver.send(wire.encode(rejected))
@@ -209,14 +184,13 @@ class LiveWorker(WorkerCarrier):
         """Refuse what would go wrong in silence: this is not the process or not the model that was described."""
         if os.getpid() != self.pid:
             raise PacelineError(f"worker {self.rank} called step in a child process: only the process itself may")
-        for index, (tensor, view) in enumerate(zip(self.model.tensors, self.views, strict=True)):
+        for index, tensor in enumerate(self.model.tensors):
             gradient = gradients[index]
             if gradient is not None and gradient.layout is not torch.strided:
                 raise PacelineError(
                     f"{self.layout.entries[index].name} has a sparse gradient: only dense ones can be sent"
                 )
-            moved = self.in_place and tensor.data_ptr() != view.data_ptr()
-            if moved or tensor._version != self.changes[index]:
+            if self.segments.moved(index) or tensor._version != self.changes[index]:
                 raise PacelineError(
                     f"{self.layout.entries[index].name} was changed by the script: once wrapped, parameters belong to "
                     "the servers; load or change them before paceline.Optimizer is made"
@@ -224,7 +198,13 @@ class LiveWorker(WorkerCarrier):
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """An iteration without a gradient: it counts as progress, and nobody waits for it."""
+        self.forget_staged()
         self.push((), hyper, "the worker skipped this step")
+
+    def forget_staged(self) -> None:
+        """What backward has staged so far will not be pushed."""
+        if self.overlap is not None:
+            self.overlap.forget()
 
     def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...], refusal: str) -> None:
         ordered = self.ordered
@@ -232,6 +212,7 @@ class LiveWorker(WorkerCarrier):
         self.ordered = None
         changed = hyper if hyper != self.sent_hyper else None
         self.sent_hyper = hyper
+        self.transfer.settle()
         self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.slice_bytes))
         self.flush(absent, changed, refusal)
         self.await_parameters()
@@ -253,8 +234,8 @@ class LiveWorker(WorkerCarrier):
                     self.waiter.wait(IDLE_S)  # the driver says when it is back
                 self.hear_driver()
                 self.trace.flush()
-        if not self.in_place:
-            flatten(self.views, self.tensors)
+        if not self.segments.in_place:
+            self.transfer.load()
             self.changes = [tensor._version for tensor in self.model.tensors]
         if time.monotonic() - self.heard_s > HEAR_S:
             self.hear_driver()
@@ -311,19 +292,11 @@ class LiveWorker(WorkerCarrier):
     def say_again(self, shard: int) -> None:
         """A server came back: if we wait for its answer, it may never have seen our push.
 
-        Its half of the segment may hold anything, so the gradient goes there once more.
+        Its part of the segment may hold anything, so the gradient goes there once more.
         """
         if shard not in self.machine.waiting or shard not in self.said:
             return
-        part = self.layout.slices(len(self.servers))[shard]
-        for piece in self.layout.pieces(part, self.layout.numel) if self.pushed else ():
-            start = part.start + piece.offset
-            gradient, first = self.pushed[piece.entry], self.starts[piece.entry]
-            target = self.segment[start : start + piece.length]
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(gradient.reshape(-1)[start - first : start - first + piece.length])
+        self.segments.restore(shard, len(self.servers), self.pushed)
         self.servers[shard].send(self.said[shard])
 
     def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
@@ -364,6 +337,8 @@ class LiveWorker(WorkerCarrier):
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
             self.trace.close()
+        if hasattr(self, "segments"):
+            self.segments.close()
         for link in (self.driver, *self.servers):
             link.close()
         self.waiter.close()
@@ -373,30 +348,3 @@ class LiveWorker(WorkerCarrier):
 
     def send(self, action: Send) -> None:
         self.outbox.setdefault(action.to.rank, []).append(action.message)
-
-
-def write_gradient(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> bool:
-    """Copy a gradient into the segment; whether it is finite. It looks at each part while it is in the cache."""
-    finite = True
-    for gradient, view in zip(gradients, views, strict=True):
-        if gradient is None:
-            view.zero_()
-        elif view.numel() <= AT_ONCE:
-            view.copy_(gradient)
-            finite &= is_finite(view)
-        else:
-            target = view.view(-1)
-            for part, values in zip(target.split(AT_ONCE), gradient.reshape(-1).split(AT_ONCE), strict=True):
-                part.copy_(values)
-                finite &= is_finite(part)
-    return finite
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all values are: a sum is one pass, and only a sum that is not finite needs a second look."""
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
-
-
-def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As safetensors wants them: whole, and no two sharing memory."""
-    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}

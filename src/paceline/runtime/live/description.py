@@ -1,0 +1,38 @@
+"""What a worker trains, as the optimizer knows it and the driver is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.policy import Policy
+from paceline.tensors.layout import Layout
+from paceline.tensors.optimizers import OptimizerSpec, State
+
+
+@dataclass
+class Described:
+    """The model and its optimizer."""
+
+    layout: Layout
+    tensors: list[Tensor]
+    """The trained tensors, as they lie in the layout."""
+    optimizer: OptimizerSpec
+    state: State
+    """What the optimizer has learned already, whole."""
+    others: dict[str, Tensor]
+    """Frozen parameters and buffers, by name."""
+    buffers: dict[str, Tensor]
+    aliases: dict[str, str]
+    """Second names of tied weights."""
+
+    def digest(self, policy: Policy | None) -> str:
+        """What must be the same on every worker."""
+        return f"{self.layout.digest()}/{self.optimizer.name}/{policy}"
+
+
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As safetensors wants them: whole, and no two sharing memory."""
+    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}

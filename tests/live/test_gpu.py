@@ -1,0 +1,114 @@
+"""Models on a GPU. Skipped without one; `test_staging.py` has the same logic on a device that is late on purpose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.runtime.live import cuda, memory
+from paceline.runtime.live.staging import Transfer
+from paceline.tensors.layout import layout_of
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def moved() -> Iterator[tuple[Transfer, torch.Tensor, list[torch.Tensor]]]:
+    """A model of some large tensors and a small one on the GPU, one on the CPU, and a registered segment."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [torch.randn(4_000_000, device=device) for _ in range(4)]
+    tensors += [torch.randn(3, 5, device=device).t(), torch.randn(7)]
+    layout = layout_of((str(index), tensor, 0) for index, tensor in enumerate(tensors))
+    folder = memory.RunFolder()
+    segment = memory.create(folder.path / "segment", layout)
+    assert cuda.pin(segment, device) == ""
+    yield Transfer(tensors, layout.views(segment), layout.views(segment), cuda.lanes_for(tensors)), segment, tensors
+    torch.cuda.synchronize()
+    cuda.unpin(segment)
+    folder.remove()
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])
+
+
+def busy() -> None:
+    """Keep the GPU from what it is given next for a while."""
+    torch.cuda._sleep(200_000_000)
+
+
+def test_a_segment_is_pinned_and_a_second_time_fails_without_harm(moved) -> None:
+    _, segment, tensors = moved
+    assert segment.is_pinned()
+    assert "already" in cuda.pin(segment, tensors[0].device)
+    assert torch.isfinite(tensors[0] + 1).all()
+    torch.cuda.synchronize()
+
+
+def test_write_waits_for_what_computes_the_gradient_and_for_the_copy(moved) -> None:
+    transfer, segment, tensors = moved
+    segment.fill_(-1.0)
+    busy()
+    gradients = [tensor * 2 for tensor in tensors]
+    assert transfer.write(gradients)
+    assert torch.equal(segment, flat(gradients))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [0, 3, 4, 5])
+def test_the_device_looks_for_nan_and_inf(moved, bad: float, where: int) -> None:
+    transfer, _, tensors = moved
+    gradients = [tensor.clone() for tensor in tensors]
+    gradients[where][-1] = bad
+    assert not transfer.write(gradients)
+    assert transfer.write([torch.full_like(tensor, 3e38) for tensor in tensors])
+
+
+def test_put_does_not_wait_and_a_gradient_let_go_of_is_still_copied(moved) -> None:
+    transfer, segment, tensors = moved
+    segment.zero_()
+    busy()
+    for index in range(4):
+        gradient = torch.full_like(tensors[index], index + 1.0)
+        transfer.put({index: gradient})
+        del gradient
+        torch.full_like(tensors[index], -9.0)  # would get its memory
+    assert not segment.any(), "put waited"
+    transfer.put({4: tensors[4], 5: tensors[5]})
+    assert transfer.finish()
+    expected = torch.arange(1.0, 5.0).repeat_interleave(4_000_000)
+    assert torch.equal(segment[: 4 * 4_000_000], expected)
+
+
+def test_what_follows_load_sees_the_new_parameters_and_settle_waits_for_it(moved) -> None:
+    transfer, segment, tensors = moved
+    segment.fill_(3.0)
+    busy()
+    transfer.load()
+    sums = [tensor.mean() for tensor in tensors]
+    transfer.settle()
+    segment.fill_(4.0)  # as a shard would
+    assert [round(value.item(), 3) for value in sums] == [3.0] * len(tensors)
+
+
+def test_a_live_run_on_the_gpu_equals_one_on_the_cpu(tmp_path: Path) -> None:
+    found = {}
+    for device, overlap in (("cpu", False), ("cuda", False), ("cuda", True)):
+        file = tmp_path / f"{device}-{overlap}.safetensors"
+        script = [sys.executable, str(ROOT / "tests/live/gpu_script.py"), device, str(overlap), str(file)]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=110, env=os.environ)
+        assert done.returncode == 0, done.stderr
+        assert "slow" not in done.stderr
+        found[device, overlap] = load_file(file)
+    reference = found["cpu", False]
+    for name, value in reference.items():
+        assert torch.allclose(value, found["cuda", False][name], atol=1e-9), name
+        assert torch.allclose(value, found["cuda", True][name], atol=1e-9), name
