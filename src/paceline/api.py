@@ -159,6 +159,7 @@ class Job:
     def config(self) -> dict[str, Any]:
         return {
             "workload": self.workload.name,
+            "data": self.workload.data or None,
             "workers": self.members.workers,
             "servers": self.members.servers,
             "cluster": str(self.cluster),

@@ -37,6 +37,7 @@ class Compare(Training):
         runs = [_do(job, train) for job in jobs]
         where = "live, in real processes" if self.live else "in virtual time"
         show_table(runs, f"{jobs[0].workload.name}, {self.workers} workers, {self.servers} servers, {where}")
+        _tell_data(jobs[0])
         for path in self.save(runs, jobs[0].config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -57,6 +58,7 @@ class Simulate(Training):
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
         show_table([run], f"{job.workload.name}, {self.workers} workers, {self.servers} servers, in virtual time")
+        _tell_data(job)
         for path in self.save([run], job.config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -67,3 +69,8 @@ def _do(job: Job, train: Callable[..., Run]) -> Run:
         run = train(job, watch=watch)
     tell_result(run)
     return run
+
+
+def _tell_data(job: Job) -> None:
+    if job.workload.data:
+        console.print(f"data: {job.workload.data}", soft_wrap=True)

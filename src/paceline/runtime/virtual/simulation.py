@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.cluster import Cluster, Fault
 from paceline.core.events import ViewChanged
@@ -56,13 +57,15 @@ class Simulation:
         self.engine = Engine()
         self.authority = Authority()
         self.module = plan.workload.module(plan.seed, plan.dtype)
-        named = [(name, parameter, 0) for name, parameter in self.module.named_parameters()]
+        named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
         self.layout = layout_of(named)
+        self.names = {name for name, _, _ in named}
         self.flat = self.layout.empty()
-        flatten([parameter for _, parameter, _ in named], self.layout.views(self.flat))
+        self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
+        flatten(self.trained, self.layout.views(self.flat))
         self.shards = self.layout.slices(plan.members.servers)
         self.slice_bytes = self.layout.slice_bytes(plan.members.servers)
-        self.gradients = Gradients(plan.workload, self.layout, self.shards)
+        self.gradients = Gradients(plan.workload, self.module, self.layout, self.shards, plan.seed)
         batch = plan.batch or plan.workload.batch
         self.dealer = Dealer(len(plan.workload.train[0]), plan.members.workers, batch, plan.seed)
         self.trace = Trace(Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), [])
@@ -111,7 +114,13 @@ class Simulation:
             time_s=self.engine.now,
             target=self.plan.target,
             time_to_target_s=self.reached_s,
+            others=self.others(),
         )
+
+    def others(self) -> dict[str, Tensor]:
+        """What the model holds besides what is trained: frozen parameters and buffers."""
+        held = self.module.state_dict()
+        return {name: value.clone() for name, value in held.items() if name not in self.names}
 
     # Membership and faults.
 
@@ -184,8 +193,7 @@ class Simulation:
     def evaluate(self) -> None:
         self.evaluated_at = min(server.consumed for server in self.servers)
         with torch.no_grad():
-            for parameter, value in zip(self.module.parameters(), self.layout.views(self.flat), strict=True):
-                parameter.copy_(value)
+            torch._foreach_copy_(self.trained, self.layout.views(self.flat))
         measured = self.plan.workload.evaluate(self.module)
         point = Point(self.engine.now, self.servers[0].updates, measured["loss"], measured["accuracy"])
         self.history.append(point)
