@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from paceline import cluster as clusters
 from paceline import policies, workloads
@@ -16,7 +17,8 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target
 from paceline.tensors import optimizers
-from paceline.tensors.layout import DTYPES
+from paceline.tensors.layout import DTYPES, layout_of
+from paceline.tensors.optimizers import OptimizerSpec
 from paceline.training import train
 from paceline.workloads.base import Workload
 
@@ -149,8 +151,8 @@ class Job:
         self.policy = check_policy(policy, self.members)
         self.cluster = check_cluster(cluster, self.members)
         self.target = Target.parse(target, self.workload.metrics) if target is not None else None
-        self.optimizer = optimizers.parse(optimizer or self.workload.optimizer)
         self.batch = check_count("batch", batch) if batch is not None else self.workload.batch
+        self.optimizer = check_optimizer(optimizer or self.workload.optimizer, self.workload, self.batch, self.members)
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
         self.iterations = check_count("iterations", iterations) if iterations is not None else default
         self.seed = seed
@@ -191,6 +193,18 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     checked = policies.parse(policy)
     checked.validate(members)
     return checked
+
+
+def check_optimizer(text: str, workload: Workload, batch: int, members: Members) -> OptimizerSpec:
+    """The optimizer for this workload; refused if it cannot train its tensors on so many servers."""
+    spec = optimizers.parse(text)
+    if not spec.extras.batch:
+        spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
+    named = [(name, tensor, 0) for name, tensor in workload.module(0).named_parameters() if tensor.requires_grad]
+    layout = layout_of(named, spec.borders)
+    spec.check(layout)
+    layout.slices(members.servers)
+    return spec
 
 
 def check_cluster(cluster: str | Cluster, members: Members) -> Cluster:

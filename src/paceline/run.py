@@ -77,7 +77,9 @@ class Run:
     target: Target | None = None
     time_to_target_s: float | None = None
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Live: frozen parameters, buffers (their mean over the workers) and second names of tied weights."""
+    """Frozen parameters and buffers; live also second names of tied weights, and buffers as the workers' mean."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """The moving average of the parameters, if one was kept (`ema`)."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -89,6 +91,10 @@ class Run:
     def model(self) -> dict[str, Tensor]:
         """Everything the model's `load_state_dict` needs."""
         return {**self.parameters, **self.others}
+
+    def averaged_model(self) -> dict[str, Tensor]:
+        """The model with the moving average of its parameters in their place."""
+        return {**self.model(), **self.average}
 
     def replay(self) -> list[Divergence]:
         """Feed the recorded events into fresh machines; the steps that came out differently (none, that is)."""

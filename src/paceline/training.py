@@ -16,7 +16,7 @@ def train(workload: Workload, optimizer: OptimizerSpec, batch: int, iterations: 
     world = session.init()
     module = workload.module(seed)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    opt = Optimizer(optimizer.build([trained]), model=module)
+    opt = Optimizer(optimizer.build([trained]), model=module, options=optimizer.extras)
     dealer = Dealer(len(workload.train[0]), world.size, batch, seed)
     inputs, labels = workload.train
     while opt.global_step < iterations:

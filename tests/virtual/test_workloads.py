@@ -92,7 +92,7 @@ def test_fashion_reads_idx_files_and_trains(monkeypatch, tmp_path, suffix: str, 
 
 def test_fashion_without_data_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
-    assert cli.run("simulate --workload fashion-cnn".split()) == 2
+    assert cli.run(["simulate", "--workload", "fashion-cnn"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "apt-get install dataset-fashion-mnist" in err
@@ -170,10 +170,10 @@ def test_dropout_is_the_same_for_the_same_seed_only() -> None:
 
 def test_a_module_that_fails_is_one_line() -> None:
     with pytest.raises(PacelineError, match="the module or the loss of other failed: RuntimeError: mat1 and mat2"):
-        Gradients_on(digits_with(lambda: nn.Linear(63, 10)))
+        compute_on(digits_with(lambda: nn.Linear(63, 10)))
 
 
-def Gradients_on(workload: Workload) -> None:
+def compute_on(workload: Workload) -> None:
     module = workload.module(0)
     layout = layout_of((name, value, 0) for name, value in module.named_parameters())
     gradients = Gradients(workload, module, layout, layout.slices(1))

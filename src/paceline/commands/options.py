@@ -73,7 +73,8 @@ class Training(Outputs):
     iterations: int | None = None
     """Iterations of each worker at most (200; 2000 with a target)."""
     optimizer: str | None = None
-    """The optimizer on the servers, as sgd:lr=0.1,momentum=0.9 or adam:lr=0.001; the workload's own if none."""
+    """The optimizer on the servers, as sgd:lr=0.1,momentum=0.9 or adam:lr=0.001; the workload's own if none. Besides
+    its own parameters: clip=1, ema=0.999, stretch=true, schedule=cosine(samples=60000) (docs/optimizers.md)."""
     batch: int | None = None
     """Samples per worker and iteration; the workload's own if none."""
     seed: int = 0

@@ -49,5 +49,5 @@ def svm() -> Workload:
         train=(words[:TRAIN_SAMPLES], label[:TRAIN_SAMPLES]),
         test=(words[TRAIN_SAMPLES:], label[TRAIN_SAMPLES:]),
         batch=32,
-        optimizer="sgd:lr=1,weight_decay=0.00001",
+        optimizer="adagrad:lr=0.3,weight_decay=0.00001",
     )

@@ -58,14 +58,17 @@ class Simulation:
         self.authority = Authority()
         self.module = plan.workload.module(plan.seed, plan.dtype)
         named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
-        self.layout = layout_of(named)
+        self.layout = layout_of(named, plan.optimizer.borders)
+        plan.optimizer.check(self.layout)
         self.names = {name for name, _, _ in named}
         self.flat = self.layout.empty()
         self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
         flatten(self.trained, self.layout.views(self.flat))
         self.shards = self.layout.slices(plan.members.servers)
         self.slice_bytes = self.layout.slice_bytes(plan.members.servers)
-        self.gradients = Gradients(plan.workload, self.module, self.layout, self.shards, plan.seed)
+        self.gradients = Gradients(
+            plan.workload, self.module, self.layout, self.shards, plan.seed, plan.optimizer.extras.clip
+        )
         batch = plan.batch or plan.workload.batch
         self.dealer = Dealer(len(plan.workload.train[0]), plan.members.workers, batch, plan.seed)
         self.trace = Trace(Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), [])
@@ -115,12 +118,19 @@ class Simulation:
             target=self.plan.target,
             time_to_target_s=self.reached_s,
             others=self.others(),
+            average=self.average(),
         )
 
     def others(self) -> dict[str, Tensor]:
         """What the model holds besides what is trained: frozen parameters and buffers."""
         held = self.module.state_dict()
         return {name: value.clone() for name, value in held.items() if name not in self.names}
+
+    def average(self) -> dict[str, Tensor]:
+        """The moving average of the parameters, if there is one."""
+        parts = [server.optimizer.average for server in self.servers]
+        known = [part for part in parts if part is not None]
+        return self.layout.named(torch.cat(known)) if known else {}
 
     # Membership and faults.
 
