@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from paceline.commands.bench import BenchExchange, BenchStraggler
-from paceline.commands.catalogue import Doctor, Policies
+from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Report, Resume, Run
 from paceline.errors import ConfigError, PacelineError
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Any] = {
     "bench exchange": BenchExchange,
     "bench straggler": BenchStraggler,
     "policies": Policies,
+    "scenarios": Scenarios,
     "doctor": Doctor,
 }
 DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for whom is a policy."

@@ -119,6 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         self._clip()
         self.live.slow_down(self.started)
         self.live.exchange([tensor.grad for tensor in self.trained], self._hyper())
+        self.live.pass_slow_link()
         self.started = time.monotonic()
         return loss
 

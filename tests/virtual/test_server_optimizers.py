@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -177,8 +178,8 @@ def test_slices_on_borders_are_as_equal_as_can_be(sizes: list[int], data) -> Non
     assert cuts[0] == 0
     assert cuts[-1] == len(sizes)
     assert len(cuts) == parts + 1
-    assert all(a < b for a, b in zip(cuts, cuts[1:], strict=False)), "none is empty"
-    largest = max(sum(sizes[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    assert all(a < b for a, b in pairwise(cuts)), "none is empty"
+    largest = max(sum(sizes[a:b]) for a, b in pairwise(cuts))
     assert largest == best(tuple(sizes), parts)
 
 
@@ -259,7 +260,7 @@ def test_schedules_begin_at_1_never_rise_and_warm_up(text: str) -> None:
     schedule = schedules.parse(text)
     factors = [schedule.factor(samples) for samples in range(0, 200_000, 1000)]
     assert factors[0] == 1
-    assert all(later <= earlier for earlier, later in zip(factors, factors[1:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(factors))
     warm = schedules.parse(f"{text}:warmup=100")
     assert [warm.factor(0), warm.factor(50), warm.factor(100)] == [0, 0.5, 1]
 

@@ -14,6 +14,8 @@ import torch
 from rich.table import Table
 
 from paceline import __version__
+from paceline.cluster import CATALOGUE as MODELS
+from paceline.cluster import Cluster, bundled
 from paceline.commands.screen import console
 from paceline.core.spec import describe_range, text_fields
 from paceline.policies import CATALOGUE
@@ -36,6 +38,27 @@ class Policies:
                     soft_wrap=True,
                 )
             console.print(f"    [dim]{policy.paper}[/dim]", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True)
+class Scenarios:
+    """Who is slow, and when: the models with their parameters, and paceline's own scenarios."""
+
+    def main(self) -> int:
+        base = {field.name for field in text_fields(Cluster)}
+        for name, model in MODELS.items():
+            console.print(f"[bold]{name}[/bold]  {model.__doc__}", soft_wrap=True)
+            for field in text_fields(model):
+                if model is Cluster or field.name not in base:
+                    console.print(
+                        f"    {field.name}={field.default}  {describe_range(field)}: {field.metadata['doc']}",
+                        soft_wrap=True,
+                    )
+        console.print("All models have steady's parameters too. Ready-made, with faults and slow links:")
+        for name, path in bundled().items():
+            about = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+            console.print(f"[bold]{name}[/bold]  {about}", soft_wrap=True)
         return 0
 
 

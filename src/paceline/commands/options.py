@@ -63,7 +63,8 @@ class Training(Outputs):
     ./mine.py:MyWorkload, a class with make_module, loss and train (docs/workloads.md)."""
     cluster: str = "steady"
     """Who is slow, and when: steady, one-slow:factor=4, random-slowdown:factor=6, factors:by_worker=1:1:4,
-    lognormal:sigma=0.5, pareto:shape=2, each with compute_s, latency_s, bandwidth; or a scenario.toml."""
+    lognormal:sigma=0.5, pareto:shape=2, bursts:length=20, replay:file=runs/x, each with compute_s, latency_s,
+    bandwidth; a scenario.toml; or one of paceline's own, as spot-instances (`paceline scenarios` lists them)."""
     workers: int = 8
     """How many workers compute gradients."""
     servers: int = 1

@@ -187,6 +187,9 @@ class Simulation:
             return
         elif fault.kind == "crash":
             self.lose(worker)
+        elif fault.kind == "restart":
+            self.lose(worker)
+            self.engine.at(self.engine.now + fault.for_s, FAULT, lambda: self.strike(Fault("join", fault.worker)))
         elif fault.kind == "leave":
             self.leave(worker)
         else:
