@@ -14,6 +14,7 @@ from typing import Any
 import tyro
 
 from paceline.commands.bench import BenchExchange, BenchStraggler
+from paceline.commands.bench_gradients import BenchGradients
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Report, Resume, Run
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Any] = {
     "report": Report,
     "bench exchange": BenchExchange,
     "bench straggler": BenchStraggler,
+    "bench gradients": BenchGradients,
     "policies": Policies,
     "scenarios": Scenarios,
     "doctor": Doctor,

@@ -80,6 +80,8 @@ class Training(Outputs):
     """Samples per worker and iteration; the workload's own if none."""
     seed: int = 0
     """Equal seeds give equal runs, to the byte."""
+    by_layer: bool = False
+    """Workers read and push layer by layer, with a server for each layer (virtual time)."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -92,4 +94,5 @@ class Training(Outputs):
             "optimizer": self.optimizer,
             "batch": self.batch,
             "seed": self.seed,
+            "by_layer": self.by_layer,
         }

@@ -120,10 +120,14 @@ class VirtualWorker(WorkerCarrier):
         samples = simulation.dealer.deal(self.rank, action.iteration)
         simulation.gradients.order((self.rank, self.incarnation, action.iteration), self.parameters, samples)
         self.parameters = self._fresh()
-        duration = self.duration()
+        duration = self.compute_s()
         now = simulation.engine.now
         simulation.strike_at_iteration(self, action.iteration, now + 0.5 * duration)
         simulation.engine.at(now + duration, COMPUTE, lambda: self.finish(action))
+
+    def compute_s(self) -> float:
+        """How long the computation that starts now takes."""
+        return self.duration()
 
     def finish(self, action: Compute) -> None:
         engine = self.simulation.engine

@@ -19,6 +19,7 @@ from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority, Seat
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.gradients import Gradients
+from paceline.runtime.virtual.layerwise import LayerwiseWorker
 from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
 from paceline.tensors.layout import flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
@@ -44,6 +45,8 @@ class Plan:
     target: Target | None = None
     batch: int | None = None
     dtype: torch.dtype = torch.float32
+    by_layer: bool = False
+    """Workers read and push layer by layer; a server for each layer."""
 
 
 class Simulation:
@@ -58,7 +61,7 @@ class Simulation:
         self.authority = Authority()
         self.module = plan.workload.module(plan.seed, plan.dtype)
         named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
-        self.layout = layout_of(named, plan.optimizer.borders)
+        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders)
         plan.optimizer.check(self.layout)
         self.names = {name for name, _, _ in named}
         self.flat = self.layout.empty()
@@ -119,6 +122,7 @@ class Simulation:
             time_to_target_s=self.reached_s,
             others=self.others(),
             average=self.average(),
+            layers=tuple(name for name, _ in self.layout.units()) if self.plan.by_layer else (),
         )
 
     def others(self) -> dict[str, Tensor]:
@@ -137,7 +141,7 @@ class Simulation:
     def admit(self, ranks: list[int]) -> None:
         joining = {rank: self.authority.next_incarnation(rank) for rank in ranks}
         for rank, incarnation in joining.items():
-            worker = VirtualWorker(self, rank, incarnation)
+            worker = (LayerwiseWorker if self.plan.by_layer else VirtualWorker)(self, rank, incarnation)
             machine = self.plan.policy.machine("worker", rank, self.members, self.seed)
             machine.checks = True
             worker.seat = Seat(Node("worker", rank), incarnation, machine, worker, self.record)
