@@ -50,7 +50,7 @@ def measure(workload: Workload, workers: int, rounds: int) -> Row:
     flat = layout.empty()
     flatten(list(module.parameters()), layout.views(flat))
     generator = torch.Generator().manual_seed(0)
-    parameters = flat + 0.01 * torch.randn(workers, layout.numel, generator=generator)
+    each = list((flat + 0.01 * torch.randn(workers, layout.numel, generator=generator)).unbind())
     samples = torch.randint(0, len(workload.train[0]), (workers, workload.batch), generator=generator)
     ways: dict[str, Compute] = {
         "batched": Batched(workload, module, layout),
@@ -58,7 +58,7 @@ def measure(workload: Workload, workers: int, rounds: int) -> Row:
     }
 
     def compute(way: str) -> Tensor:
-        return ways[way](parameters, workload.train[0][samples], workload.train[1][samples])
+        return ways[way](torch.stack(each), workload.train[0][samples], workload.train[1][samples])
 
     for _ in range(TRACED_AT):  # as in a run of some length
         together = compute("batched")

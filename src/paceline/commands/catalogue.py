@@ -21,6 +21,8 @@ from paceline.core.spec import describe_range, text_fields
 from paceline.policies import CATALOGUE
 from paceline.runtime.live import memory
 from paceline.workloads import CATALOGUE as WORKLOADS
+from paceline.workloads.fashion import ADVICE, FOLDER
+from paceline.workloads.files import find, folders
 
 
 @dataclass(kw_only=True)
@@ -79,6 +81,7 @@ class Doctor:
         for package in ("torch", "numpy", "pyzmq", "msgspec", "safetensors", "tyro", "rich"):
             rows.append((package, importlib.metadata.version(package)))
         digits = importlib.util.find_spec("sklearn") is not None
+        fashion = find("train-images-idx3-ubyte", folders(FOLDER)) is not None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         rows += [
             ("cores", str(os.cpu_count())),
@@ -86,6 +89,7 @@ class Doctor:
             ("shared memory", f"{memory.base_folder()}, {shared.free / 1e9:.1f} of {shared.total / 1e9:.1f} GB free"),
             ("virtual runs", "yes"),
             ("live runs", "yes" if hasattr(os, "pidfd_open") else "no: they need Linux 5.3 or newer (pidfd)"),
+            ("fashion data", "yes" if fashion else f"no: {ADVICE}"),
             ("digits data", "yes" if digits else "no: pip install 'paceline[data]'"),
             ("workloads", ", ".join(WORKLOADS)),
             ("left by killed runs (removed at the next)", ", ".join(map(str, memory.stale())) or "nothing"),
