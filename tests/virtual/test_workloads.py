@@ -161,9 +161,21 @@ def test_what_cannot_be_batched_is_computed_one_by_one() -> None:
     assert not torch.equal(run.others["body.1.running_mean"], torch.zeros(16))
 
 
+def test_evaluating_changes_nothing() -> None:
+    workload = digits_with(Normed)
+    module = workload.module(0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    workload.evaluate(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.training
+
+
 def test_dropout_is_the_same_for_the_same_seed_only() -> None:
     workload = digits_with(lambda: nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 10)))
-    finals = [simulate(workload, "asp", workers=3, iterations=10, seed=seed).parameters for seed in (0, 0, 1)]
+    finals = []
+    for other, seed in enumerate((0, 0, 1)):
+        torch.manual_seed(other)  # what the program drew before is no matter
+        finals.append(simulate(workload, "asp", workers=3, iterations=10, seed=seed).parameters)
     assert torch.equal(finals[0]["0.weight"], finals[1]["0.weight"])
     assert not torch.equal(finals[0]["0.weight"], finals[2]["0.weight"])
 
