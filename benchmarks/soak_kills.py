@@ -2,9 +2,10 @@
 
     python benchmarks/soak_kills.py --kills 200
 
-Each run trains digits with one policy; workers are killed with SIGKILL at random moments and started again. It
-fails loudly if a run hangs or ends early, if an update is applied twice or out of nowhere, if the trace does not
-replay, or if a process or a file in /dev/shm is left.
+Each run trains digits with one policy, on samples from paceline.Sampler; workers are killed with SIGKILL at random
+moments and started again. It fails loudly if a run hangs or ends early, if an update is applied twice or out of
+nowhere, if a sample of a finished epoch was part of no gradient that counted (by what the workers wrote down, step
+by step), if the trace does not replay, or if a process or a file in /dev/shm is left.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import argparse
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
 from pathlib import Path
 
+import torch
+from torch.utils.data import DataLoader
+
+import paceline
 from paceline import policies, workloads
 from paceline.cluster import load
 from paceline.core.actions import Apply
@@ -27,16 +33,40 @@ from paceline.run import Run, Target
 from paceline.runtime.live.children import function_starter
 from paceline.runtime.live.launch import Driver, LivePlan
 from paceline.runtime.live.watching import Care
-from paceline.tensors import optimizers
-from paceline.training import train
+from paceline.testing.samples import RecordedSampler, lost
+from paceline.workloads.base import Workload
 
 POLICIES = ("bsp", "ssp:staleness=3", "backup:extra=1", "asp")
 TARGET = Target("accuracy", 0.85)
 
 
-def one_run(policy: str, kills: int, seed: int) -> Run:
-    """A run in which `kills` workers are killed, one after the other; worker 0, which evaluates, is spared."""
-    work = partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, 100_000, 0)
+def train(workload: Workload, folder: Path) -> None:
+    """Train for ever; worker 0 evaluates. What counted is written down after each step, also the last one."""
+    world = paceline.init()
+    inputs, labels = workload.train
+    sampler = RecordedSampler(range(len(inputs)), folder)
+    loader = DataLoader(range(len(inputs)), 16, sampler=sampler)  # type: ignore[arg-type]
+    module = workload.module(0)
+    opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), model=module)
+    while True:
+        for batch in loader:
+            opt.zero_grad()
+            workload.loss(module(inputs[batch]), labels[batch]).backward()
+            try:
+                opt.step()
+            finally:
+                sampler.used(batch.tolist(), not opt.step_was_dropped)
+            if world.rank == 0:
+                measured = workload.evaluate(module)
+                paceline.log(**{name: value for name, value in measured.items() if value is not None})
+
+
+def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]:
+    """A run in which `kills` workers are killed, one after the other; worker 0, which evaluates, is spared.
+
+    Also how many epochs were finished.
+    """
+    work = partial(train, workloads.load("digits-mlp"), folder)  # loaded here: forks that import are poor victims
     plan = LivePlan(
         Members(4, 2), function_starter(work), policies.parse(policy), load("lognormal:compute_s=0.004"),
         seed=seed, care=Care(restarts=kills, timeout_s=120), target=None,
@@ -52,7 +82,10 @@ def one_run(policy: str, kills: int, seed: int) -> Run:
                 time.sleep(0.01)
                 victims = [child for child in driver.live_workers() if child.rank != 0]
             chance.choice(victims).kill()
-        while not any(TARGET.reached(point) for point in driver.history[-20:]):
+        (table,) = driver.decks.tables.values()
+        touched = set(range(table.deck.unopened))
+        while not (finished := set(table.finished())) >= touched or not reached(driver):
+            assert driver.live_workers(), f"the run ended; not finished: {touched - finished}"
             time.sleep(0.01)
         driver.interrupts = 1
 
@@ -60,7 +93,14 @@ def one_run(policy: str, kills: int, seed: int) -> Run:
     killer.start()
     run = driver.run()
     killer.join()
-    return run
+    (table,) = driver.decks.tables.values()
+    assert table.finished(), "no epoch was finished"  # all that kills have touched are: see above
+    assert lost(folder, table) == {}, f"samples were lost: {lost(folder, table)}"
+    return run, len(table.finished())
+
+
+def reached(driver: Driver) -> bool:
+    return any(TARGET.reached(point) for point in driver.history[-20:])
 
 
 def check(run: Run) -> None:
@@ -91,15 +131,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    done, number, began = 0, 0, time.monotonic()
+    done, number, epochs, began = 0, 0, 0, time.monotonic()
     while done < options.kills:
         policy, kills = POLICIES[number % len(POLICIES)], min(5, options.kills - done)
-        run = one_run(policy, kills, options.seed + number)
+        with tempfile.TemporaryDirectory() as folder:
+            run, finished = one_run(policy, kills, options.seed + number, Path(folder))
         check(run)
         assert not left_behind(), left_behind()
-        done, number = done + kills, number + 1
-        print(f"{done}/{options.kills} kills, {policy}: {run.time_s:.1f} s, {len(run.trace)} records", flush=True)
-    print(f"{done} kills in {number} runs, {time.monotonic() - began:.0f} s: nothing hung, nothing twice, nothing left")
+        done, number, epochs = done + kills, number + 1, epochs + finished
+        print(
+            f"{done}/{options.kills} kills, {policy}: {run.time_s:.1f} s, {len(run.trace)} records, {finished} epochs",
+            flush=True,
+        )
+    print(
+        f"{done} kills in {number} runs, {epochs} epochs, {time.monotonic() - began:.0f} s: "
+        "nothing hung, no update twice, no sample lost, nothing left"
+    )
 
 
 if __name__ == "__main__":

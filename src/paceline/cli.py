@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from paceline.commands.bench import BenchExchange, BenchStraggler
+from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
 from paceline.commands.bench_gradients import BenchGradients
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Any] = {
     "resume": Resume,
     "report": Report,
     "bench exchange": BenchExchange,
+    "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,
     "bench gradients": BenchGradients,
     "policies": Policies,

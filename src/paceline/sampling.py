@@ -1,30 +1,58 @@
-"""`paceline.Sampler`: the part of the data this worker gets, for a `DataLoader`."""
+"""`paceline.Sampler`: the part of the data this worker gets, for a `DataLoader`.
+
+In a live run the driver deals (`core/deck.py`, `runtime/live/hands.py`). In a world of one an epoch is a permutation.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sized
 
 import torch
 
 from paceline.dealing import permutation
+from paceline.errors import ConfigError
 from paceline.session import world
+
+_numbers = itertools.count()
 
 
 class Sampler(torch.utils.data.Sampler[int]):
-    """For a `DataLoader`: each epoch a new permutation, of which worker w of N takes every N-th sample.
+    """For a `DataLoader`: each epoch a new permutation, dealt to the workers so that no sample is lost.
 
-    The same on every worker for the same seed, so the workers' batches together are one pass over the data.
+    While nobody comes or goes, worker w of N gets every N-th sample of the permutation from the w-th on, so the
+    workers' batches together are one pass over the data. A step acknowledges the samples it used. Those of a worker
+    that is killed or leaves, of a gradient that counted nowhere (dropped, skipped, not finite), and those drawn but
+    not used (a loop that was left, `drop_last`) are dealt again, to whoever has nothing else left: each sample of an
+    epoch is part of at least one gradient that counts, and of exactly one if all goes well. A loop that is left
+    early goes on in the same epoch next time. What nobody asks for any more when the script ends stays undone.
+
+    A step is taken to use what was drawn since the step before, from every sampler. If something draws ahead of the
+    loop, as a `DataLoader` with `num_workers` does, give `per_step`: the samples of one step of this worker, of all
+    its micro-batches together. A loader with `num_workers` is refused without it.
+
+    Every worker makes the same samplers (size and seed) in the same order, and draws from them after
+    `paceline.Optimizer` is made, in the thread that calls `step`. `len` is this worker's share of an epoch if all
+    goes well.
     """
 
-    def __init__(self, dataset: Sized, seed: int = 0) -> None:
+    def __init__(self, dataset: Sized, seed: int = 0, per_step: int | None = None) -> None:
+        if per_step is not None and (not isinstance(per_step, int) or isinstance(per_step, bool) or per_step < 1):
+            raise ConfigError(f"per_step={per_step!r} is out of range: a whole number, 1 or more")
         self.size = len(dataset)
         self.seed = seed
+        self.per_step = per_step
+        self.number = next(_numbers)
+        """The same on every worker."""
         self.epoch = 0
+        """The next one, in a world of one."""
 
     def __iter__(self) -> Iterator[int]:
-        mine = permutation(self.size, self.seed, self.epoch)[world().rank % world().size :: world().size]
+        live = world().live
+        if live is not None and self.size:
+            return live.hands.holder(self.number, self.size, self.seed, self.per_step).draw()
         self.epoch += 1
-        return iter(mine.tolist())
+        return iter(permutation(self.size, self.seed, self.epoch - 1).tolist())
 
     def __len__(self) -> int:
         rank, size = world().rank % world().size, world().size

@@ -89,7 +89,7 @@ def test_policies_and_doctor(capsys) -> None:
         assert word in out
     assert cli.run(["doctor"]) == 0
     out = capsys.readouterr().out
-    for word in ("torch", "pyzmq", "shared memory", "digits data"):
+    for word in ("torch", "msgspec", "shared memory", "digits data"):
         assert word in out
 
 

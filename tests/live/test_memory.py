@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.core.events import ViewChanged
+from paceline.core.messages import Node, View
+from paceline.core.trace import Record
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory
+from paceline.runtime.live.recording import HELD, TraceFile
 from paceline.tensors.layout import Entry, Layout
 
 LAYOUT = Layout((Entry("p", (1000,), 0),), "float32")
@@ -83,3 +87,45 @@ def test_a_segment_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(PacelineError, match="4000 bytes, the layout needs 8000"):
         memory.attach(folder.path / "segment", Layout((Entry("p", (2000,), 0),), "float32"))
     folder.remove()
+
+
+def test_a_trace_that_finds_no_room_ends_and_says_so_once(tmp_path: Path, capfd) -> None:
+    trace = TraceFile(tmp_path, Node("worker", 3), 0)
+    trace.file.close()
+    trace.file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    event = ViewChanged(0.0, View(1, ()))
+    for _ in range(2 * HELD // 20):
+        trace.write(Record(Node("worker", 3), 0, event, ()))
+    trace.close()
+    assert capfd.readouterr().err.splitlines() == [
+        "worker-3.0: its trace ends here, the training goes on: No space left on device"
+    ]
+
+
+SCRIPT = """
+import torch, paceline
+
+paceline.init()
+parameter = torch.nn.Parameter(torch.zeros(500_000))
+opt = paceline.Optimizer(torch.optim.SGD([parameter], lr=0.1))
+for _ in range(3):
+    parameter.grad = torch.ones_like(parameter)
+    opt.step()
+"""
+MAY_MOUNT = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not MAY_MOUNT, reason="needs the right to mount a small /dev/shm")
+@pytest.mark.parametrize(("megabytes", "code"), [(1, 1), (8, 0)])
+def test_a_full_dev_shm_stops_a_run_before_it_begins_or_not_at_all(megabytes: int, code: int, tmp_path: Path) -> None:
+    """Two segments and the whole model are 6 MB: what is enough at the beginning is enough at the end."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = f"{sys.executable} -m paceline run --workers 2 --servers 1 --policy bsp train.py"
+    script = f"mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && {run}; code=$?; ls -A /dev/shm; exit $code"
+    command = ["unshare", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    assert done.returncode == code, done.stderr
+    assert "paceline-" not in done.stdout
+    if code:
+        assert "no room for 2.0 MB of shared memory in /dev/shm" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
+from paceline.tensors import optimizers
 from paceline.tensors.layout import Entry, Layout, flatten, layout_of
 from paceline.tensors.optimizers import SliceOptimizer, describe, hyper_of, parse
 
@@ -154,3 +155,23 @@ def test_describe_reads_every_group() -> None:
     assert [group["lr"] for group in spec.groups] == [0.5, 0.25]
     assert spec.groups[0]["betas"] == (0.9, 0.999)
     assert "params" not in hyper_of({"params": [a], "lr": 1})
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_change_nothing(threads: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(3 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
+    layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
+    start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
+    results = []
+    for count in (1, threads):
+        part = slice(0, layout.numel)
+        ours = SliceOptimizer(layout, part, start.clone(), parse("sgd:lr=0.1,momentum=0.9"), count)
+        copies = [gradient.clone() for gradient in gradients]
+        for _ in range(2):
+            ours.apply([ours.cut(copy) for copy in copies], 1.0, [frozenset({1})] * 3, replace=True)
+        results.append([ours.values, *copies])
+        if ours.pool is not None:
+            ours.pool.shutdown()
+    for alone, together in zip(*results, strict=True):
+        assert torch.equal(alone, together)

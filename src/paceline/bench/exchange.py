@@ -19,6 +19,7 @@ from paceline import session
 from paceline.api import launch
 from paceline.bench import peers
 from paceline.optim import Optimizer
+from paceline.runtime.live import memory
 
 SIZES = {100_000: (100, 1000), 1_000_000: (100, 300), 10_000_000: (10, 50)}
 """Parameters: (exchanges thrown away, exchanges measured)."""
@@ -93,7 +94,9 @@ def measure_paceline(mode: str, workers: int, options: dict[str, Any]) -> tuple[
         rate = options["count"] / (time.perf_counter() - began)
         assert world.live is not None
         held = sum(
-            os.stat(entry).st_size for entry in os.scandir(world.live.folder) if entry.name.startswith(("worker", "i"))
+            os.stat(entry).st_size
+            for entry in os.scandir(world.live.folder)
+            if entry.name.startswith(("worker", memory.WHOLE))
         )
         session.log(loss=rate, accuracy=held / (4 * options["params"]))
 

@@ -1,4 +1,4 @@
-"""`paceline bench exchange` and `paceline bench straggler`: paceline beside what you would pick instead."""
+"""`paceline bench`: exchange and straggler, beside what you would pick instead; safety, what it costs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from paceline.api import check_count
-from paceline.bench import exchange, straggler
+from paceline.bench import exchange, safety, straggler
 from paceline.commands.options import Outputs
 from paceline.commands.screen import console
+from paceline.errors import ConfigError
 from paceline.run import write_whole
 
 
@@ -104,5 +105,41 @@ class BenchStraggler:
                 _say(f"the best policy is {value:.2f}x sooner than {peer}")
         if self.json is not None:
             data = json.dumps({"rows": [asdict(row) for row in rows], "ratio": ratio}, indent=2)
+            _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
+        return 0
+
+
+@dataclass(kw_only=True)
+class BenchSafety:
+    """What acknowledgements, deduplication, finite checks and the trace cost in a run without faults.
+
+    paceline bench safety --params 1000000 --iteration-ms 20
+    """
+
+    params: int = 1_000_000
+    """Size of the model, in float32."""
+    iteration_ms: float = 20.0
+    """How long a worker computes."""
+    iterations: int = 200
+    """Of each of 4 workers."""
+    json: str | None = None
+    """Write the results as JSON to this file."""
+
+    def main(self) -> int:
+        Outputs(json=self.json).check()
+        check_count("params", self.params)
+        check_count("iterations", self.iterations)
+        if not 0 < self.iteration_ms < float("inf"):
+            raise ConfigError(f"iteration-ms={self.iteration_ms:g} is out of range: more than 0")
+        rows = safety.run(self.params, self.iteration_ms / 1000, self.iterations)
+        title = f"CPU time a push, {self.params:,} parameters, {self.iteration_ms:g} ms of computing"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
+        for heading in ("part", "worker", "server", "of the iteration"):
+            table.add_column(heading, justify="left" if heading == "part" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(row.part, f"{row.worker_us:.0f} us", f"{row.server_us:.0f} us", f"{row.share:.2%}")
+        console.print(table)
+        if self.json is not None:
+            data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
             _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
         return 0

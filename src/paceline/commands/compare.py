@@ -11,7 +11,7 @@ import tyro
 from paceline import policies
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.commands.options import Training
-from paceline.commands.screen import Watching, console, show_table, tell_result
+from paceline.commands.screen import Watching, console, count, show_table, tell_result
 from paceline.errors import ConfigError
 from paceline.run import Run
 
@@ -36,7 +36,8 @@ class Compare(Training):
         train = train_job_live if self.live else simulate_job
         runs = [_do(job, train) for job in jobs]
         where = "live, in real processes" if self.live else "in virtual time"
-        show_table(runs, f"{jobs[0].workload.name}, {self.workers} workers, {jobs[0].members.servers} servers, {where}")
+        size = f"{count(self.workers, 'worker')}, {count(jobs[0].members.servers, 'server')}"
+        show_table(runs, f"{jobs[0].workload.name}, {size}, {where}")
         _tell_data(jobs[0])
         _tell_layers(runs)
         for path in self.save(runs, jobs[0].config()):
@@ -58,9 +59,8 @@ class Simulate(Training):
         self.check()
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
-        show_table(
-            [run], f"{job.workload.name}, {self.workers} workers, {job.members.servers} servers, in virtual time"
-        )
+        size = f"{count(self.workers, 'worker')}, {count(job.members.servers, 'server')}"
+        show_table([run], f"{job.workload.name}, {size}, in virtual time")
         _tell_data(job)
         _tell_layers([run])
         for path in self.save([run], job.config()):

@@ -12,7 +12,7 @@ from paceline import rundir
 from paceline.api import check_cluster, check_count, check_members, check_policy
 from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
-from paceline.commands.screen import console, show_table, tell_result
+from paceline.commands.screen import console, count, show_table, tell_result
 from paceline.errors import ConfigError
 from paceline.report.html import write
 from paceline.run import Target
@@ -82,7 +82,7 @@ class Run(Outputs):
         run.config = config
         rundir.save(folder, run)
         tell_result(run)
-        show_table([run], f"{script[0]}, {self.workers} workers, {self.servers} servers, live")
+        show_table([run], f"{script[0]}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, live")
         for path in self.save([run], run.config):
             console.print(f"wrote {path}", soft_wrap=True)
         for failure in run.failures:

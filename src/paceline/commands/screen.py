@@ -15,6 +15,10 @@ from paceline.run import Point, Run, Target
 console = Console(highlight=False)
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class Watching:
     """Shows how a run comes along: `with Watching("bsp", target) as watch: simulate(..., watch=watch)`."""
 

@@ -123,6 +123,10 @@ class Authority:
         self.members.pop(rank, None)
         return self._next_view()
 
+    def view(self) -> View:
+        """The newest."""
+        return View(self.number, tuple(sorted(self.members.items())))
+
     def _next_view(self) -> View:
         self.number += 1
-        return View(self.number, tuple(sorted(self.members.items())))
+        return self.view()

@@ -9,7 +9,9 @@ optimizers take slices that begin and end anywhere within a tensor; the others t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,8 +38,9 @@ from paceline.tensors.steppers import (
 HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
 """Group entries that choose an implementation, not a result; the server chooses its own."""
 
-PIECE = 1 << 16
-"""Elements of a piece at most: 256 kB in float32, so a piece and a few gradients of it fit a second-level cache."""
+PIECE = 1 << 17
+"""Elements of a piece at most: half a megabyte in float32. Smaller ones fit the caches better, but then calling
+torch costs more than the arithmetic."""
 
 THERE = "there"
 """In a state: whether a piece has any yet."""
@@ -197,10 +200,11 @@ class SliceOptimizer:
     """One shard's slice of the parameters, and the optimizer that steps it.
 
     It goes over the slice piece by piece, so that taking the mean of several gradients and stepping are one pass
-    through memory. A gradient is handed in cut into the same pieces (`cut`).
+    through memory. A gradient is handed in cut into the same pieces (`cut`). With `threads`, a mean of several is
+    taken by so many at once: those who sent the gradients wait for it, so their cores are free.
     """
 
-    def __init__(self, layout: Layout, part: slice, values: Tensor, spec: OptimizerSpec) -> None:
+    def __init__(self, layout: Layout, part: slice, values: Tensor, spec: OptimizerSpec, threads: int = 1) -> None:
         self.values = values
         self.pieces = layout.pieces(part, PIECE)
         extras = spec.extras
@@ -221,7 +225,12 @@ class SliceOptimizer:
                 AveragingStepper(stepper, average, extras.ema, extras.stretch)
                 for stepper, average in zip(self.steppers, averages, strict=True)
             ]
-        self.scratch = torch.empty(max((piece.length for piece in self.pieces), default=0), dtype=values.dtype)
+        longest = max((piece.length for piece in self.pieces), default=0)
+        bounds = [round(len(self.pieces) * thread / threads) for thread in range(threads + 1)]
+        self.parts = [range(*bound) for bound in pairwise(bounds)]
+        """The pieces of each thread."""
+        self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in self.parts]
+        self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The pieces of a vector as long as the slice, as views."""
@@ -247,13 +256,24 @@ class SliceOptimizer:
         still in the cache.
         """
         self.pace.advance(len(gradients))
-        missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else None
-        for index, stepper in enumerate(self.steppers):
-            if missing is None or self.pieces[index].entry not in missing:
-                stepper.step(self._mean(gradients, index), weight)
-            if replace:
-                for gradient in gradients:
-                    gradient[index].copy_(stepper.values)
+        missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
+
+        def step(thread: int, indices: Iterable[int]) -> None:
+            for index in indices:
+                stepper = self.steppers[index]
+                if self.pieces[index].entry not in missing:
+                    stepper.step(self._mean(gradients, index, self.scratch[thread]), weight)
+                if replace:
+                    for gradient in gradients:
+                        gradient[index].copy_(stepper.values)
+
+        if self.pool is None or len(gradients) == 1:
+            step(0, range(len(self.pieces)))
+        else:
+            others = [self.pool.submit(step, thread, self.parts[thread]) for thread in range(1, len(self.parts))]
+            step(0, self.parts[0])
+            for other in others:
+                other.result()
 
     def state(self) -> State:
         """The optimizer's state for this slice, as plain tensors: vectors as long as the slice, scalars by piece."""
@@ -291,11 +311,11 @@ class SliceOptimizer:
                     }
                 )
 
-    def _mean(self, gradients: Sequence[Sequence[Tensor]], index: int) -> Tensor:
+    def _mean(self, gradients: Sequence[Sequence[Tensor]], index: int, scratch: Tensor) -> Tensor:
         if len(gradients) == 1:
             return gradients[0][index]
         first, second = gradients[0][index], gradients[1][index]
-        total = torch.add(first, second, out=self.scratch[: len(first)])
+        total = torch.add(first, second, out=scratch[: len(first)])
         for gradient in gradients[2:]:
             total += gradient[index]
         return total.div_(len(gradients))

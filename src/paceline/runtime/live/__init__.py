@@ -1,1 +1,1 @@
-"""The live runtime: real processes, control messages over ZeroMQ, tensors in shared memory."""
+"""The live runtime: real processes, control messages over Unix sockets, tensors in shared memory."""

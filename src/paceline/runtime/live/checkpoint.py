@@ -49,6 +49,8 @@ class Manifest(Struct, frozen=True):
     shards: tuple[Shard, ...]
     others: str
     """The file of what is not trained."""
+    epochs: dict[int, int] = {}
+    """Of each sampler, by number: the epoch it deals first when the run is resumed."""
 
 
 def write_shard(folder: Path, shard: int, values: Tensor, learned: State, iteration: int, version: int) -> Shard:

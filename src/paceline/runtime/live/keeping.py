@@ -33,7 +33,7 @@ class Keeping:
 
 class Keeper:
     def __init__(
-        self, keeping: Keeping, servers: int, order: Callable[[Path], None], say: Callable[[str], None]
+        self, keeping: Keeping, servers: int, order: Callable[[Path], dict[int, int]], say: Callable[[str], None]
     ) -> None:
         self.keeping = keeping
         self.servers = servers
@@ -44,10 +44,15 @@ class Keeper:
         self.under_way: Path | None = None
         self.written: dict[int, checkpoint.Shard] = {}
         self.number = 0
+        self.epochs: dict[int, int] = {}
+        """Of each sampler: the oldest epoch that was not finished when the checkpoint was ordered."""
+        self.resumed_epochs: dict[int, int] = {}
+        """The same of the checkpoint this run began with."""
         self.ordered_s = time.monotonic()
         if keeping.resume:
             self.last, manifest = checkpoint.latest(keeping.checkpoints)
             self.number = manifest.number
+            self.resumed_epochs = manifest.epochs
 
     def resume_layout(self) -> Layout | None:
         """The layout a resumed model must have."""
@@ -73,7 +78,7 @@ class Keeper:
             self.say(f"WARNING: cannot checkpoint: {error}; training goes on")
             return
         self.under_way = part
-        self.order(part)
+        self.epochs = self.order(part)
 
     def saved(self, message: wire.Saved, policy: str, layout: Layout, others: Path) -> None:
         part = self.under_way
@@ -88,7 +93,7 @@ class Keeper:
         try:
             shutil.copy(others, part / "others.safetensors")
             shards = tuple(self.written[shard] for shard in range(self.servers))
-            manifest = checkpoint.Manifest(self.number, policy, layout, shards, "others.safetensors")
+            manifest = checkpoint.Manifest(self.number, policy, layout, shards, "others.safetensors", self.epochs)
             self.last = checkpoint.commit(part, manifest)
             self.under_way = None
         except OSError as error:

@@ -26,10 +26,11 @@ from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.harvest import harvest
 from paceline.runtime.live.keeping import Keeper, Keeping
-from paceline.runtime.live.sockets import Context, Listener, Waiter
+from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.striking import Striker
 from paceline.runtime.live.watching import Care, Watchman
 
@@ -81,6 +82,7 @@ class Driver:
         self.ended_well = 0
         self.refused = 0
         self.watchman = Watchman(self, plan.care)
+        self.decks = Decks(self)
         self.striker = Striker(self, plan.cluster)
         self.restarts_left = plan.care.restarts
         self.to_start: list[tuple[float, int]] = []
@@ -117,10 +119,9 @@ class Driver:
             str(output),
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
-        self.context = Context()
+        self.listener = Listener(self.folder.path / "driver")
+        self.waiter = Waiter()
         try:
-            self.listener = Listener(self.context, self.folder.path / "driver")
-            self.waiter = Waiter()
             self.waiter.watch(self.listener)
             self.echo = Echo(self.waiter, self.say)
             for shard in range(self.members.servers):
@@ -134,7 +135,8 @@ class Driver:
             return harvest(self, output)
         finally:
             self.echo.close_all()
-            self.context.close()
+            self.listener.close()
+            self.waiter.close()
 
     def done(self) -> bool:
         return self.asked_to_finish and len(self.servers_finished) == self.members.servers
@@ -188,6 +190,8 @@ class Driver:
                     self.tell_worker(message.rank, message.incarnation, wire.Stop("the run is ending"))
                 elif self.begun:
                     self._admit_late(message)
+            case wire.Play():
+                self.decks.hear(message)
             case wire.Log():
                 self._take_log(message)
             case wire.Leave():
@@ -279,7 +283,7 @@ class Driver:
             return
         self.servers_configured.add(ready.shard)
         if self.begun:
-            view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
+            view = self.authority.view()
             self._tell_server(ready.shard, wire.NewView(view))
             for rank, incarnation in view.members:
                 self.tell_worker(rank, incarnation, wire.Reopened(ready.shard))
@@ -349,9 +353,10 @@ class Driver:
         )  # fmt: skip
         self._tell_server(shard, configure)
 
-    def _order_checkpoint(self, folder: Path) -> None:
+    def _order_checkpoint(self, folder: Path) -> dict[int, int]:
         for shard in range(self.members.servers):
             self._tell_server(shard, wire.Checkpoint(str(folder)))
+        return self.decks.unfinished()
 
     def _admit_late(self, described: wire.Describe) -> None:
         if self._fits(described):
@@ -361,8 +366,7 @@ class Driver:
 
     def _welcome(self, described: wire.Describe) -> None:
         if self._fits(described):
-            view = View(self.authority.number, tuple(sorted(self.authority.members.items())))
-            begin = wire.Begin(view, str(self.policy), self.epoch_s, self.watchman.hyper)
+            begin = wire.Begin(self.authority.view(), str(self.policy), self.epoch_s, self.watchman.hyper)
             self.tell_worker(described.rank, described.incarnation, begin)
 
     def _fits(self, described: wire.Describe) -> bool:
@@ -379,6 +383,7 @@ class Driver:
         return False
 
     def _announce(self, view: View) -> None:
+        self.decks.announce(view)
         for shard in range(self.members.servers):
             self._tell_server(shard, wire.NewView(view))
 
@@ -402,7 +407,6 @@ class Driver:
             self.failures.extend(self.losses)
         if len(self.servers_configured) < self.members.servers:
             return  # a server is being restarted
-        memory.create(self.folder.path / "final", self.lead.layout)
         if self.lead.optimizer is not None and self.lead.optimizer.extras.ema is not None:
             memory.create(self.folder.path / "final-average", self.lead.layout)
         self.asked_to_finish = True

@@ -28,6 +28,8 @@ from paceline.tensors.layout import Layout
 
 PREFIX = "paceline-"
 MAKING = ".paceline-"
+WHOLE = "whole"
+"""The segment with the whole model: worker 0's values at the beginning, the servers' at the end."""
 
 
 def base_folder() -> Path:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from paceline.core.messages import Node
 from paceline.core.trace import Header, Record, Trace, encode_record, read_records
 
 SUFFIX = ".trace"
+HELD = 1 << 14
+"""Bytes of records kept back, so that not each of them is a system call."""
 
 
 class TraceFile:
     """The records of one node, written as they happen. What a killed process had not flushed is lost."""
 
     def __init__(self, folder: Path, node: Node, incarnation: int) -> None:
-        path = folder / f"{node.role}-{node.rank}.{incarnation}{SUFFIX}"
-        self.file = path.open("wb", buffering=1 << 14)
+        self.path = folder / f"{node.role}-{node.rank}.{incarnation}{SUFFIX}"
+        self.file = self.path.open("wb", buffering=0)
+        self.held = bytearray()
+        """What is not written yet."""
+        self.full = False
 
     def write(self, record: Record) -> None:
-        self.file.write(encode_record(record))
+        self.held += encode_record(record)
+        if len(self.held) > HELD:
+            self.flush()
 
     def flush(self) -> None:
-        """Worth doing when there is nothing else to do."""
-        self.file.flush()
+        """Worth doing when there is nothing else to do. Without room the trace ends here, and the training does not."""
+        try:
+            while self.held and not self.full:
+                del self.held[: self.file.write(self.held)]
+        except OSError as error:
+            self.full = True
+            print(f"{self.path.stem}: its trace ends here, the training goes on: {error.strerror}", file=sys.stderr)
+        self.held.clear()
 
     def close(self) -> None:
+        self.flush()
         self.file.close()
 
 

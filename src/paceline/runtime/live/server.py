@@ -7,6 +7,7 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from paceline.core.shard import Shard
 from paceline.runtime.driver import Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.sockets import Context, Link, Listener, Waiter
+from paceline.runtime.live.sockets import Link, Listener, Waiter
 from paceline.tensors import state
 from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
@@ -53,9 +54,8 @@ class LiveServer(ServerCarrier):
         self.shard = shard
         self.life = life
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
-        self.context = Context()
-        self.listener = Listener(self.context, folder / f"server-{shard}")
-        self.driver = Link(self.context, folder / "driver", b"server:%d" % shard)
+        self.listener = Listener(folder / f"server-{shard}")
+        self.driver = Link(folder / "driver", b"server:%d" % shard)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
@@ -89,7 +89,9 @@ class LiveServer(ServerCarrier):
                 self.take(*received)
             self.tell_status()
         self.trace.close()
-        self.context.close()
+        self.driver.close()
+        self.listener.close()
+        self.waiter.close()
 
     def obey(self, order: wire.ToServer) -> None:
         match order:
@@ -115,12 +117,13 @@ class LiveServer(ServerCarrier):
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
         restored: Restored | None = None
         if order.checkpoint is None:
-            values = memory.attach(self.folder / "initial", order.layout)[self.part].clone()
+            values = memory.attach(self.folder / memory.WHOLE, order.layout)[self.part].clone()
             initial = self.folder / "initial-state"
             learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else None
         else:
             values, learned, restored = self.restore(Path(order.checkpoint))
-        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer)
+        threads = max(1, (os.cpu_count() or 1) // self.config.members.servers)
+        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer, threads)
         if learned is not None:
             self.optimizer.load_state(learned)
         policy = policies.parse(order.policy)
@@ -164,7 +167,7 @@ class LiveServer(ServerCarrier):
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
-        final = memory.attach(self.folder / "final", self.layout)
+        final = memory.attach(self.folder / memory.WHOLE, self.layout)
         final[self.part] = self.optimizer.values
         if self.optimizer.average is not None:
             memory.attach(self.folder / "final-average", self.layout)[self.part] = self.optimizer.average

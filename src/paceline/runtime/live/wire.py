@@ -1,7 +1,7 @@
 """What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
 
-worker -> driver     Describe (the model, from worker 0), Log, Leave
-driver -> worker     Begin, Refuse, Stop
+worker -> driver     Describe (the model, from worker 0), Play, Log, Leave
+driver -> worker     Begin, Dealt, Refuse, Stop
 driver -> server     Configure, NewView, Finish
 server -> driver     Ready, Rejected, Finished
 worker -> server     Exchange: push and pull of one iteration in one message
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
 from paceline.core.messages import Members, Parameters, Pull, Push, View
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.tensors.layout import Layout
@@ -56,6 +57,28 @@ class Log(Struct, frozen=True, tag=True):
 class Leave(Struct, frozen=True, tag=True):
     rank: int
     incarnation: int
+
+
+class Play(Struct, frozen=True, tag=True):
+    """What a worker tells the deck of one of its samplers: what it has settled, and then perhaps that it wants more.
+
+    Samplers are numbered in the order in which a script makes them. Size and seed must be the same on every worker.
+    """
+
+    rank: int
+    incarnation: int
+    sampler: int
+    size: int
+    seed: int
+    events: tuple[HandRequested | HandAcknowledged | HandReturned, ...]
+
+
+class Dealt(Struct, frozen=True, tag=True):
+    """The deck's answer to a request, and the epoch that was asked for: a joiner does not know it."""
+
+    sampler: int
+    epoch: int
+    answer: Deal | Pass
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -173,8 +196,8 @@ class Fetched(Struct, frozen=True, array_like=True, tag=True):
     file: str
 
 
-ToDriver = Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status
-ToWorker = Begin | Refuse | Stop | Reopened
+ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status
+ToWorker = Begin | Dealt | Refuse | Stop | Reopened
 ToServer = Configure | NewView | Checkpoint | Finish
 
 encode = msgspec.msgpack.Encoder().encode

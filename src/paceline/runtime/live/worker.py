@@ -30,9 +30,10 @@ from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat, WorkerCarrier
 from paceline.runtime.live import memory, wire
+from paceline.runtime.live.hands import Hands
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.sockets import Context, Link, Waiter
+from paceline.runtime.live.sockets import Link, Waiter
 from paceline.tensors import state
 from paceline.tensors.layout import Layout, flatten
 from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
@@ -40,8 +41,8 @@ from paceline.tensors.optimizers import THERE, Hyper, OptimizerSpec, State
 IDLE_S = 0.2
 HEAR_S = 0.05
 """How long a worker may take to hear the driver: asking costs as much as a small exchange's arithmetic."""
-AT_ONCE = 1 << 17
-"""Elements that are copied and looked at together: half a megabyte in float32."""
+AT_ONCE = 1 << 20
+"""Elements that are copied and looked at together: four megabytes in float32, which a third-level cache holds."""
 
 
 @dataclass
@@ -73,9 +74,8 @@ class LiveWorker(WorkerCarrier):
         self.rank = rank
         self.incarnation = incarnation
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
-        self.context = Context()
         self.name = b"%d:%d" % (rank, incarnation)
-        self.driver = Link(self.context, folder / "driver", b"worker:" + self.name)
+        self.driver = Link(folder / "driver", b"worker:" + self.name)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.servers: list[Link] = []
@@ -85,6 +85,7 @@ class LiveWorker(WorkerCarrier):
         self.stopping = False
         self.heard_s = 0.0
         self.fetched: set[str] = set()
+        self.hands = Hands(self)
         self.said: dict[int, bytes] = {}
         """The last message to each shard."""
         self.pushed: Sequence[Tensor | None] = ()
@@ -130,7 +131,7 @@ class LiveWorker(WorkerCarrier):
         self.starts = list(accumulate((entry.numel for entry in layout.entries), initial=0))
         lead = self.rank == 0 and self.incarnation == 0
         if lead:
-            flatten(tensors, layout.views(memory.create(self.folder / "initial", layout)))
+            flatten(tensors, layout.views(memory.create(self.folder / memory.WHOLE, layout)))
             if model.state[THERE].any():
                 save_file(model.state, self.folder / "initial-state")
             save_file(contiguous(model.others), self.folder / "others")
@@ -149,14 +150,14 @@ class LiveWorker(WorkerCarrier):
             )
         )
         begin = self.await_begin()
+        self.hands.open()
         if not lead:
             self.take_others()
         self.epoch_s = begin.epoch_s
         members = self.config.members
         for shard in range(members.servers):
-            link = Link(self.context, self.folder / f"server-{shard}", self.name)
+            link = Link(self.folder / f"server-{shard}", self.name)
             self.servers.append(link)
-            self.waiter.watch(link)
         machine = policies.parse(begin.policy).machine("worker", self.rank, members, self.config.seed)
         assert isinstance(machine, Worker)
         self.machine = machine
@@ -242,11 +243,14 @@ class LiveWorker(WorkerCarrier):
         pull, of the same shard too.
         """
         while self.ordered is None:
-            message = self.servers[min(self.machine.waiting)].wait_for(IDLE_S)
+            server = self.servers[min(self.machine.waiting)]
+            message = server.wait_for(IDLE_S)
             if message is not None:
                 self.hear_shard(wire.decode_from_shard(message))
                 self.flush()
             else:
+                if server.gone:
+                    self.waiter.wait(IDLE_S)  # the driver says when it is back
                 self.hear_driver()
                 self.trace.flush()
         if not self.in_place:
@@ -254,6 +258,7 @@ class LiveWorker(WorkerCarrier):
             self.changes = [tensor._version for tensor in self.model.tensors]
         if time.monotonic() - self.heard_s > HEAR_S:
             self.hear_driver()
+        self.hands.settle(counted=not all(self.machine.dropped))
         if self.stopping:
             raise Stopped
 
@@ -273,6 +278,10 @@ class LiveWorker(WorkerCarrier):
             while file not in self.fetched:
                 if (message := link.wait_for(IDLE_S)) is not None:
                     self.hear_shard(wire.decode_from_shard(message))
+                elif link.gone:
+                    self.waiter.wait(IDLE_S)
+                    self.hear_driver()
+                    link.send(wire.encode(wire.Fetch(file)))
             parts.append(load_file(self.folder / file))
             (self.folder / file).unlink()
         return state.join(parts, self.layout)
@@ -280,11 +289,24 @@ class LiveWorker(WorkerCarrier):
     def hear_driver(self) -> None:
         self.heard_s = time.monotonic()
         while (message := self.driver.receive()) is not None:
-            match wire.decode_to_worker(message):
-                case wire.Stop():
-                    self.stopping = True
-                case wire.Reopened(shard):
-                    self.say_again(shard)
+            self.obey(wire.decode_to_worker(message))
+
+    def await_driver(self) -> None:
+        """Hear what the driver says next, if it says something soon."""
+        if (message := self.driver.wait_for(IDLE_S)) is not None:
+            self.obey(wire.decode_to_worker(message))
+
+    def obey(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Stop():
+                self.stopping = True
+            case wire.Reopened(shard):
+                self.servers[shard].reopen()
+                self.say_again(shard)
+            case wire.Dealt():
+                self.hands.take(message)
+            case wire.Refuse(reason):
+                raise PacelineError(reason)
 
     def say_again(self, shard: int) -> None:
         """A server came back: if we wait for its answer, it may never have seen our push.
@@ -344,11 +366,14 @@ class LiveWorker(WorkerCarrier):
         """This worker ends. If all is well it leaves its buffers for the average, and says goodbye."""
         if well and hasattr(self, "model"):
             save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
+        self.hands.report()
         if well:
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
             self.trace.close()
-        self.context.close()
+        for link in (self.driver, *self.servers):
+            link.close()
+        self.waiter.close()
 
     def compute(self, action: Compute) -> None:
         self.ordered = action

@@ -1,0 +1,284 @@
+"""The worker's side of dealing samples: the hands it holds, and what becomes of what it draws from them.
+
+For each sampler a worker has a hand in play, from which the script draws, and one in reserve. When it takes up the
+reserve it asks the driver's deck (`core/deck.py`) for the next one, so the answer is there long before it is needed
+and nobody waits for a round trip, except for the very first hand. What was settled goes along with that request:
+one message for a hand, not for a step.
+
+How large a hand is. Large hands are few messages; small ones leave more to share with whoever joins, and less is
+dealt again when this worker is killed. A sampler yields single samples and does not know the batch; what a step has
+used is known after the first one, and until then it is taken to be few. A hand is an eighth of this worker's
+share of the epoch, but not less than 4 steps' worth and not more than 32.
+
+What a step has used. Nobody tells: the gradient does not say which samples are in it. So it is what was drawn since
+the step before, which is exact for a loop that draws its batch, steps, and draws the next. A loader with processes
+of its own draws ahead of the loop: then the script must say how much a step uses (`per_step`), and each step
+settles so much of what was drawn, oldest first. Without that it is refused, for what was drawn ahead would be
+acknowledged by a step that has not seen it, and lost if its own gradient is.
+
+A step that counted on at least one shard acknowledges what it used; one that counted nowhere (dropped, skipped, not
+finite) returns it. So is what was drawn and not used by the time the script starts to draw anew, when the loop was
+left early. What a loader drops because its last batch is not whole counts as not drawn, and the next iteration begins
+with it: dealt again it would be last again, in a share of few batches, and dropped for ever. Reports wait for the
+next request, or for the end: if the worker is killed before, what they say is dealt again. At least once, never less.
+
+An iteration of a sampler ends when the deck passes; the next one is then in the next epoch. A loop that is left
+early goes on in the same epoch with what it had not drawn. An iteration is never empty, whatever others took: a loop
+around the loader that waits for steps would otherwise spin.
+
+All of this is in the thread that calls `step`, as everything that reads the links.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
+from paceline.dealing import permutation
+from paceline.errors import PacelineError
+from paceline.runtime.live import wire
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.worker import LiveWorker
+
+CURRENT = -1
+"""Asks for the epoch that the others are in."""
+FEW_STEPS, MANY_STEPS, PARTS = 4, 32, 8
+"""A hand is one of so many parts of a worker's share, but from FEW_STEPS to MANY_STEPS steps' worth."""
+FIRST_GUESS = 8
+"""Samples of a step, before the first one."""
+FRAMES = 16
+"""How far up a loader is looked for."""
+
+
+class Hand:
+    """What was dealt in one answer. Of its samples so many are drawn, and of these so many settled, from the first."""
+
+    __slots__ = ("drawn", "epoch", "samples", "settled", "ticket")
+
+    def __init__(self, ticket: int, epoch: int, samples: list[int]) -> None:
+        self.ticket = ticket
+        self.epoch = epoch
+        self.samples = samples
+        self.drawn = 0
+        self.settled = 0
+
+
+class Holder:
+    """The hands of one sampler."""
+
+    def __init__(self, worker: LiveWorker, sampler: int, size: int, seed: int, per_step: int | None) -> None:
+        self.worker = worker
+        self.sampler = sampler
+        self.size = size
+        self.seed = seed
+        self.per_step = per_step
+        self.step_samples = per_step or FIRST_GUESS
+        """How much a step uses: as told, or the most seen so far."""
+        self.epoch = CURRENT
+        self.ticket = 0
+        self.waiting = False
+        """A request is open."""
+        self.reserve: Deal | Pass | None = None
+        """The answer to the last one, until it is taken up."""
+        self.hands: deque[Hand] = deque()
+        """Those with something that is not settled, oldest first."""
+        self.in_play: Hand
+        """The one that was drawn from last."""
+        self.reports: list[tuple[bool, int, int, int]] = []
+        """Settled and not reported: (counted, ticket, start, stop)."""
+        self.iteration = 0
+        self.permutations: dict[int, NDArray[np.int64]] = {}
+
+    def draw(self) -> Iterator[int]:
+        """The samples of one iteration, until the deck passes."""
+        self.worker.hands.check_caller()
+        draws_ahead, whole = look_at_loader()
+        if self.per_step is None and draws_ahead:
+            raise PacelineError(
+                "a DataLoader with num_workers > 0 draws ahead of the loop: say how many samples a step uses, "
+                "paceline.Sampler(data, per_step=BATCH)"
+            )
+        self.iteration += 1
+        iteration = self.iteration
+        self.settle(counted=False)
+        drawn = 0
+        while (hand := self.next_hand(drawn > 0)) is not None:
+            self.in_play = hand
+            drawn += len(hand.samples) - hand.drawn
+            for sample in hand.samples[hand.drawn :]:
+                hand.drawn += 1
+                yield sample
+                if self.iteration != iteration:
+                    raise PacelineError("two loops draw from one paceline.Sampler: make a sampler for each")
+            self.worker.hands.check_caller()
+        self.put_back(drawn % whole)
+
+    def next_hand(self, drew: bool) -> Hand | None:
+        """The hand to draw from; None if the iteration, which `drew` something already, is over."""
+        for hand in self.hands:
+            if hand.drawn < len(hand.samples):
+                return hand
+        while True:
+            if not self.waiting and self.reserve is None:
+                self.ask()
+            while self.reserve is None:
+                self.worker.await_driver()
+            answer, self.reserve = self.reserve, None
+            if isinstance(answer, Pass):
+                self.epoch = answer.epoch + 1
+            else:
+                self.hands.append(Hand(answer.ticket, answer.epoch, self.samples(answer)))
+            self.ask()
+            if isinstance(answer, Deal):
+                return self.hands[-1]
+            if drew:
+                return None
+
+    def ask(self) -> None:
+        """Ask for the next hand, and report what was settled."""
+        self.ticket += 1
+        self.waiting = True
+        worker = self.worker
+        request = HandRequested(
+            worker.now(), worker.rank, worker.incarnation, self.ticket, self.epoch, self.hand_size()
+        )
+        self.tell(request)
+
+    def hand_size(self) -> int:
+        if self.per_step is None:
+            self.step_samples = max(self.step_samples, sum(hand.drawn - hand.settled for hand in self.hands))
+        share = self.size // self.worker.config.members.workers
+        return min(max(share // PARTS, FEW_STEPS * self.step_samples), MANY_STEPS * self.step_samples)
+
+    def tell(self, *requests: HandRequested) -> None:
+        worker, now = self.worker, self.worker.now()
+        settled = [
+            (HandAcknowledged if counted else HandReturned)(now, worker.rank, worker.incarnation, ticket, start, stop)
+            for counted, ticket, start, stop in self.reports
+        ]
+        self.reports.clear()
+        events = (*settled, *requests)
+        if events:
+            play = wire.Play(worker.rank, worker.incarnation, self.sampler, self.size, self.seed, events)
+            worker.driver.send(wire.encode(play))
+
+    def take(self, dealt: wire.Dealt) -> None:
+        if self.waiting and dealt.answer.ticket == self.ticket:
+            self.waiting = False
+            self.epoch = dealt.epoch
+            self.reserve = dealt.answer
+
+    def samples(self, deal: Deal) -> list[int]:
+        """The samples at the dealt positions."""
+        if deal.epoch not in self.permutations:
+            while len(self.permutations) > 1:  # one before and this one: returned samples are of the epoch before
+                del self.permutations[min(self.permutations)]
+            self.permutations[deal.epoch] = permutation(self.size, self.seed, deal.epoch)
+        order = self.permutations[deal.epoch]
+        parts: list[list[int]] = [order[strip.start : strip.stop : strip.step].tolist() for strip in deal.strips]
+        return parts[0] if len(parts) == 1 else [sample for part in parts for sample in part]
+
+    def settle(self, counted: bool, most: int = sys.maxsize) -> int:
+        """Settle what was drawn, or so much of it, oldest first; how much it was."""
+        settled = 0
+        for hand in self.hands:
+            start = hand.settled
+            hand.settled = stop = min(hand.drawn, start + most - settled)
+            if stop == start:
+                continue
+            settled += stop - start
+            self.note(counted, hand.ticket, start, stop)
+        while self.hands and self.hands[0].settled == len(self.hands[0].samples):
+            self.hands.popleft()
+        return settled
+
+    def put_back(self, count: int) -> None:
+        """The newest so many of what was drawn were not: the next iteration begins with them."""
+        for hand in reversed(self.hands):
+            part = min(count, hand.drawn - hand.settled)
+            hand.drawn -= part
+            count -= part
+
+    def note(self, counted: bool, ticket: int, start: int, stop: int) -> None:
+        """Report this part later, as one with the part before it if they met the same fate."""
+        if self.reports:
+            before = self.reports[-1]
+            if before[0] == counted and before[1] == ticket and before[3] == start:
+                start = before[2]
+                self.reports.pop()
+        self.reports.append((counted, ticket, start, stop))
+
+
+class Hands:
+    """The hands of all samplers of this worker."""
+
+    def __init__(self, worker: LiveWorker) -> None:
+        self.worker = worker
+        self.holders: dict[int, Holder] = {}
+        self.caller: tuple[int, int] | None = None
+        """The process and thread that made the optimizer: it alone may draw."""
+
+    def open(self) -> None:
+        """This worker is a member now: it may ask."""
+        self.caller = os.getpid(), threading.get_ident()
+
+    def check_caller(self) -> None:
+        if self.caller is None:
+            raise PacelineError(
+                "a paceline.Sampler was drawn from before paceline.Optimizer was made: this worker has no share yet"
+            )
+        if self.caller != (os.getpid(), threading.get_ident()):
+            raise PacelineError(
+                "a paceline.Sampler was drawn from outside the thread that made paceline.Optimizer: only that one may"
+            )
+
+    def holder(self, sampler: int, size: int, seed: int, per_step: int | None) -> Holder:
+        if sampler not in self.holders:
+            self.holders[sampler] = Holder(self.worker, sampler, size, seed, per_step)
+        return self.holders[sampler]
+
+    def take(self, dealt: wire.Dealt) -> None:
+        self.holders[dealt.sampler].take(dealt)
+
+    def settle(self, counted: bool) -> None:
+        """A step was taken: what it used is acknowledged or returned."""
+        for holder in self.holders.values():
+            if holder.per_step is not None:
+                holder.settle(counted, holder.per_step)
+            else:
+                holder.step_samples = max(holder.step_samples, holder.settle(counted))
+
+    def report(self) -> None:
+        """Last words, before this worker leaves: what it has not settled is dealt to others then."""
+        for holder in self.holders.values():
+            holder.tell()
+
+
+def look_at_loader() -> tuple[bool, int]:
+    """Of the loader that draws: whether it has processes of its own; the size of its batches if it drops others.
+
+    It is found among the callers. One that is not torch's own is not known: then 1.
+    """
+    ahead, whole = False, 1
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            break
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, BatchSampler) and caller.drop_last:
+            whole = caller.batch_size
+        ahead = ahead or isinstance(caller, _MultiProcessingDataLoaderIter)
+        frame = frame.f_back
+    return ahead, whole

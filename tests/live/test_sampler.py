@@ -1,0 +1,380 @@
+"""`paceline.Sampler` in live runs: strided while nobody comes or goes, and no sample lost when somebody does."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline import policies
+from paceline.cluster import Fault, load
+from paceline.core.messages import Members
+from paceline.dealing import permutation
+from paceline.run import Run
+from paceline.runtime.live.children import function_starter
+from paceline.runtime.live.dealing_out import Table
+from paceline.runtime.live.keeping import Keeping
+from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.watching import Care
+from paceline.testing.samples import RecordedSampler, counted, lost
+
+SIZE, BATCH = 240, 8
+ON_AND_ON = 1_000_000
+
+
+def data(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(size))
+
+
+def optimizer() -> tuple[nn.Module, paceline.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    return model, paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model=model)
+
+
+class Loop:
+    """A training loop over a recorded sampler, in a worker."""
+
+    def __init__(self, folder: Path, size: int = SIZE, per_step: int | None = None, **loader) -> None:
+        self.sampler = RecordedSampler(data(size), folder, per_step=per_step)
+        self.loader = DataLoader(data(size), loader.pop("batch_size", BATCH), sampler=self.sampler, **loader)
+        self.model, self.opt = optimizer()
+
+    def step(self, *batches: torch.Tensor, factor: float = 1.0) -> None:
+        """One step on these samples; a run that is stopped ends in it."""
+        self.opt.zero_grad()
+        for batch in batches:
+            (factor * self.model(batch[:, None].float()).sum()).backward()
+        try:
+            self.opt.step()
+        finally:
+            self.sampler.used(torch.cat(batches).tolist(), not self.opt.step_was_dropped)
+            if paceline.init().rank == 0:
+                paceline.log(loss=0.0)
+
+    def epochs(self, epochs: int) -> None:
+        for _ in range(epochs):
+            for (batch,) in self.loader:
+                self.step(batch)
+
+
+def driver_of(work: Callable[[], object], policy: str = "bsp", **more) -> Driver:
+    given = {"cluster": load("steady:compute_s=0.002"), "care": Care(timeout_s=60), **more}
+    members = given.pop("members", Members(3, 2))
+    plan = LivePlan(members, function_starter(work), policies.parse(policy), **given)
+    return Driver(plan, say=lambda line: None)
+
+
+def table_of(driver: Driver) -> Table:
+    (table,) = driver.decks.tables.values()
+    return table
+
+
+def finished(driver: Driver) -> int:
+    return sum(len(table.finished()) for table in list(driver.decks.tables.values()))
+
+
+def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
+    """Run, do `deed` beside it, and stop the run when it is done."""
+    errors: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            deed()
+        except BaseException as error:
+            errors.append(error)
+        driver.interrupts = 1
+
+    thread = threading.Thread(target=do)
+    thread.start()
+    try:
+        return driver.run()
+    finally:
+        thread.join()
+        assert not errors
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 50
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def once(folder: Path, size: int = SIZE) -> set[int]:
+    """The epochs of which every sample counted; none may have counted twice."""
+    found = counted(folder)
+    assert {times for samples in found.values() for times in samples.values()} == {1}
+    return {epoch for epoch, samples in found.items() if set(samples) == set(range(size))}
+
+
+def test_while_nobody_comes_or_goes_the_samples_are_strided(tmp_path: Path) -> None:
+    """Of sizes that do not divide, too: the samples of all workers together are the permutations."""
+    size = 203
+
+    def work() -> None:
+        loop = Loop(tmp_path, size)
+        order = []
+        for _ in range(3):
+            for (batch,) in loop.loader:
+                order.append(batch)
+                loop.step(batch)
+        torch.save(torch.cat(order), tmp_path / f"order-{paceline.init().rank}")
+        assert len(loop.sampler) == len(range(paceline.init().rank, size, 3))
+
+    driver = driver_of(work)
+    assert driver.run().failures == []
+    for rank in range(3):
+        expected = [sample for epoch in range(3) for sample in permutation(size, 0, epoch)[rank::3].tolist()]
+        assert torch.load(tmp_path / f"order-{rank}").tolist() == expected
+    assert once(tmp_path, size) == {0, 1, 2}
+    assert set(table_of(driver).finished()) == {0, 1, 2}, "the last words of all are heard"
+
+
+@pytest.mark.parametrize("policy", ["bsp", "ssp:staleness=2", "backup:extra=1", "asp"])
+def test_workers_are_killed_and_no_sample_is_lost(policy: str, tmp_path: Path) -> None:
+    driver = driver_of(lambda: Loop(tmp_path).epochs(ON_AND_ON), policy, care=Care(restarts=2, timeout_s=60))
+    chance = random.Random(policy)
+
+    def kill() -> None:
+        for victim in (1, 2):
+            target = len(driver.history) + chance.randint(5, 30)
+            wait_until(lambda target=target: len(driver.history) > target)
+            next(child for child in driver.live_workers() if child.rank == victim).kill()
+        wait_until(lambda: len(driver.authority.members) == 3)
+        now = table_of(driver).deck.unopened
+        wait_until(lambda: set(table_of(driver).finished()) >= set(range(now + 1)))
+
+    meanwhile(driver, kill)
+    assert lost(tmp_path, table_of(driver)) == {}
+
+
+def test_samples_of_dropped_gradients_are_dealt_again(tmp_path: Path) -> None:
+    slow = load("one-slow:factor=3,compute_s=0.004")
+    driver = driver_of(lambda: Loop(tmp_path).epochs(ON_AND_ON), "backup:extra=1", cluster=slow)
+    run = meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 3))
+    assert run.metrics.dropped > 0
+    assert once(tmp_path) >= set(table_of(driver).finished()), "nobody was lost: each of them counted once"
+
+
+def test_samples_of_skipped_steps_and_of_gradients_that_are_not_finite_are_dealt_again(tmp_path: Path) -> None:
+    def work() -> None:
+        loop = Loop(tmp_path)
+        while True:
+            for number, (batch,) in enumerate(loop.loader):
+                if number == 2:
+                    loop.opt.skip_step()
+                    loop.sampler.used(batch.tolist(), counted=False)
+                else:
+                    loop.step(batch, factor=float("nan") if number == 4 else 1.0)
+
+    driver = driver_of(work)
+    meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 2))
+    assert once(tmp_path) >= set(table_of(driver).finished())
+
+
+def test_whoever_joins_gets_its_share_of_the_current_epoch(tmp_path: Path) -> None:
+    driver = driver_of(lambda: Loop(tmp_path, 960).epochs(ON_AND_ON), "ssp:staleness=2", members=Members(2, 1))
+
+    def join() -> None:
+        wait_until(lambda: finished(driver) >= 2)
+        driver.striker.due.append(Fault("join", 2, at_s=0.0))
+        wait_until(lambda: len(driver.authority.members) == 3)
+        now = table_of(driver).deck.unopened
+        wait_until(lambda: set(table_of(driver).finished()) >= set(range(now + 2)))
+
+    meanwhile(driver, join)
+    assert once(tmp_path, 960) >= set(table_of(driver).finished())
+    joined = counted(tmp_path, "2.0")
+    assert min(joined) >= 1, "not from the beginning"
+    whole = [samples.total() for epoch, samples in joined.items() if min(joined) < epoch < max(joined)]
+    assert whole
+    assert all(total > 960 / 3 * 0.7 for total in whole)
+
+
+def test_who_ends_in_the_middle_of_an_epoch_leaves_the_rest_to_the_others(tmp_path: Path) -> None:
+    def work() -> None:
+        loop = Loop(tmp_path)
+        for number, (batch,) in enumerate(loop.loader):
+            if paceline.init().rank == 1 and number == 3:
+                return
+            loop.step(batch)
+        loop.epochs(2)
+
+    driver = driver_of(work)
+    assert driver.run().failures == []
+    assert counted(tmp_path, "1.0")[0].total() == 3 * BATCH
+    assert once(tmp_path) >= {0, 1}
+    assert set(table_of(driver).finished()) >= {0, 1}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loop_that_is_left_goes_on_where_it_was(drop_last: bool, tmp_path: Path) -> None:
+    """Samples that were drawn and not used are dealt again: those of the loop that was left, and of a last batch
+    that is too small."""
+
+    def work() -> None:
+        loop = Loop(tmp_path, batch_size=7, drop_last=drop_last)
+        while loop.opt.global_step < 60:
+            for number, (batch,) in enumerate(loop.loader):
+                if number == 4:
+                    break
+                loop.step(batch)
+
+    driver = driver_of(work)
+    assert driver.run().failures == []
+    assert once(tmp_path) >= {0, 1, 2}
+    assert set(table_of(driver).finished()) >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("policy", ["bsp", "backup:extra=1"])
+def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, tmp_path: Path) -> None:
+    """Two micro-batches a step; what is drawn ahead is acknowledged by the step that uses it, no sooner."""
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        loop = Loop(tmp_path, per_step=2 * BATCH, num_workers=2, prefetch_factor=3)
+        while True:
+            batches = iter(loop.loader)
+            for (first,) in batches:
+                second = next(batches, None)
+                loop.step(*([first] if second is None else [first, second[0]]))
+
+    slow = load("one-slow:factor=3,compute_s=0.004")
+    driver = driver_of(work, policy, cluster=slow, members=Members(2, 1))
+    run = meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 3))
+    assert (run.metrics.dropped > 0) == (policy != "bsp")
+    assert once(tmp_path) >= set(table_of(driver).finished())
+
+
+def test_a_resumed_run_goes_on_with_its_epoch(tmp_path: Path) -> None:
+    def work() -> None:
+        loop = Loop(tmp_path)
+        while loop.opt.global_step < goal:
+            for (batch,) in loop.loader:
+                loop.step(batch)
+                if loop.opt.global_step == goal:
+                    break
+
+    goal = 25  # 10 steps an epoch: in the third
+    driver = driver_of(work, keeping=Keeping(tmp_path))
+    driver.run()
+    assert table_of(driver).finished() == [0, 1]
+    for path in tmp_path.glob("*.counted"):
+        path.unlink()
+    goal = 50
+    driver = driver_of(work, keeping=Keeping(tmp_path, resume=True))
+    driver.run()
+    assert table_of(driver).finished() == [2, 3]
+    assert once(tmp_path) == {2, 3}
+
+
+def draws(sampler: paceline.Sampler) -> list[int]:
+    return list(sampler)
+
+
+def in_a_thread() -> None:
+    _, _ = optimizer()
+    errors: list[BaseException] = []
+
+    def draw() -> None:
+        try:
+            draws(paceline.Sampler(range(4)))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+def two_loops() -> None:
+    optimizer()
+    sampler = paceline.Sampler(range(40))
+    list(zip(sampler, sampler, strict=False))
+
+
+def ahead_without_saying() -> None:
+    optimizer()
+    torch.set_num_threads(1)
+    next(iter(DataLoader(range(40), 4, sampler=paceline.Sampler(range(40)), num_workers=1)))
+
+
+def other_sizes() -> None:
+    optimizer()
+    draws(paceline.Sampler(range(4 + paceline.init().rank)))
+
+
+def other_seeds() -> None:
+    optimizer()
+    draws(paceline.Sampler(range(4), seed=paceline.init().rank))
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda: (draws(paceline.Sampler(range(4))), optimizer()), "drawn from before paceline.Optimizer was made"),
+        (in_a_thread, "drawn from outside the thread that made paceline.Optimizer"),
+        (two_loops, "two loops draw from one paceline.Sampler"),
+        (ahead_without_saying, "say how many samples a step uses, paceline.Sampler(data, per_step=BATCH)"),
+        (other_sizes, "make the same samplers in the same order on every worker"),
+        (other_seeds, "make the same samplers in the same order on every worker"),
+    ],
+)
+def test_what_would_lose_samples_in_silence_is_refused(work: Callable[[], object], said: str, capfd) -> None:
+    def joined() -> None:
+        paceline.init()
+        work()
+
+    with suppress(paceline.RunFailed):  # if it is refused before the run began
+        assert paceline.launch(joined, workers=2, timeout_s=30).failures
+    err = capfd.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_several_samplers_have_decks_of_their_own() -> None:
+    def work() -> None:
+        samplers = [paceline.Sampler(range(size)) for size in (30, 50)]
+        model, opt = optimizer()
+        for _ in range(2):
+            for sampler in samplers:
+                loader = DataLoader(range(sampler.size), 5, sampler=sampler)
+                for batch in loader:
+                    opt.zero_grad()
+                    model(batch[:, None].float()).sum().backward()
+                    opt.step()
+
+    driver = driver_of(work, members=Members(2, 1))
+    assert driver.run().failures == []
+    assert sorted((table.size, tuple(table.finished())) for table in driver.decks.tables.values()) == [
+        (30, (0, 1)),
+        (50, (0, 1)),
+    ]
+
+
+def test_more_workers_than_samples_do_not_spin() -> None:
+    """A worker whose share is empty takes from others, an epoch or two ahead."""
+
+    def work() -> None:
+        sampler = paceline.Sampler(range(2))
+        model, opt = optimizer()
+        while opt.global_step < 20:
+            assert len(list(sampler)) > 0
+            opt.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            opt.step()
+
+    fast = replace(load("steady:compute_s=0"), faults=())
+    assert driver_of(work, cluster=fast).run().failures == []
