@@ -6,20 +6,17 @@ The data: apt-get install dataset-fashion-mnist, or its four idx files in a fold
 """
 
 import argparse
-import gzip
 import itertools
-import os
-import struct
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.workloads.fashion import load_fashion
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", default=os.environ.get("PACELINE_DATA", "/usr/share/datasets/fashion-mnist"))
+parser.add_argument("--data", help="the folder of the four idx files")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--lr", type=float, default=0.05, help="the peak of the schedule")
 parser.add_argument("--batch", type=int, default=64)
@@ -28,25 +25,12 @@ options = parser.parse_args()
 world = paceline.init()
 torch.manual_seed(0)
 
-
-def read(name: str) -> Tensor:
-    """An idx file, packed or not: its fourth byte counts the dimensions, then come their sizes, then the values."""
-    path = Path(options.data, name)
-    raw = path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}.gz").read_bytes())
-    shape = struct.unpack_from(f">{raw[3]}i", raw, 4)
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=4 + 4 * raw[3]).reshape(shape)
-
-
-def load(part: str) -> tuple[Tensor, Tensor]:
-    return read(f"{part}-images-idx3-ubyte").unsqueeze(1) / 255, read(f"{part}-labels-idx1-ubyte").long()
-
-
 try:
-    train, (test_images, test_labels) = TensorDataset(*load("train")), load("t10k")
-except FileNotFoundError as error:
-    advice = "apt-get install dataset-fashion-mnist, or set PACELINE_DATA to the folder of its files"
-    parser.exit(2, f"fashion.py: there is no {error.filename}: {advice}\n" if world.rank == 0 else None)
-loader = DataLoader(train, options.batch, sampler=paceline.Sampler(train))
+    train, (test_images, test_labels) = load_fashion(options.data)
+except paceline.ConfigError as error:
+    parser.exit(2, f"fashion.py: {error}\n" if world.rank == 0 else None)
+dataset = TensorDataset(*train)
+loader = DataLoader(dataset, options.batch, sampler=paceline.Sampler(dataset))
 batches = itertools.chain.from_iterable(itertools.repeat(loader))
 
 features = nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()

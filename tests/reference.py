@@ -7,6 +7,7 @@ import torch
 from paceline import workloads
 from paceline.dealing import Dealer
 from paceline.tensors import optimizers
+from paceline.workloads.base import in_dtype
 
 
 def train_alone(
@@ -16,9 +17,7 @@ def train_alone(
     module = workload.module(seed, dtype)
     opt = optimizers.parse(optimizer).build([list(module.parameters())])
     dealer = Dealer(len(workload.train[0]), workers, workload.batch, seed)
-    x, y = workload.train
-    x = x.to(dtype)
-    y = y.to(dtype) if y.is_floating_point() else y
+    x, y = (in_dtype(tensor, dtype) for tensor in workload.train)
     for step in range(iterations):
         samples = torch.from_numpy(dealer.joined(step))
         opt.zero_grad()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from paceline import cluster as clusters
 from paceline import policies, workloads
@@ -16,7 +17,8 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target
 from paceline.tensors import optimizers
-from paceline.tensors.layout import DTYPES
+from paceline.tensors.layout import DTYPES, layout_of
+from paceline.tensors.optimizers import OptimizerSpec
 from paceline.training import train
 from paceline.workloads.base import Workload
 
@@ -40,14 +42,16 @@ def simulate(
     batch: int | None = None,
     seed: int = 0,
     dtype: str = "float32",
+    by_layer: bool = False,
     watch: Watcher | None = None,
 ) -> Run:
     """Train `workload` in virtual time: real gradients, simulated clock, the same result for the same seed.
 
     Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
-    called with each point of the history as it comes.
+    called with each point of the history as it comes. With `by_layer` workers read and push layer by layer, and
+    there is a server for each layer.
     """
-    job = Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed)
+    job = Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed, by_layer)
     return simulate_job(job, dtype=dtype, watch=watch)
 
 
@@ -68,6 +72,7 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
         target=job.target,
         batch=job.batch,
         dtype=DTYPES[dtype],
+        by_layer=job.by_layer,
     )
     run = Simulation(plan, watch).run()
     run.config = job.config()
@@ -76,6 +81,8 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
 
 def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
+    if job.by_layer:
+        raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
     run = launch(
         partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed),
         workers=job.members.workers,
@@ -143,22 +150,35 @@ class Job:
         optimizer: str | None,
         batch: int | None,
         seed: int,
+        by_layer: bool = False,
     ) -> None:
         self.members = check_members(workers, servers, seed)
         self.workload = workloads.load(workload)
+        self.by_layer = by_layer
+        if by_layer:
+            self.members = self._server_for_each_layer()
         self.policy = check_policy(policy, self.members)
         self.cluster = check_cluster(cluster, self.members)
         self.target = Target.parse(target, self.workload.metrics) if target is not None else None
-        self.optimizer = optimizers.parse(optimizer or self.workload.optimizer)
         self.batch = check_count("batch", batch) if batch is not None else self.workload.batch
+        self.optimizer = check_optimizer(optimizer or self.workload.optimizer, self.workload, self.batch, self.members)
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
         self.iterations = check_count("iterations", iterations) if iterations is not None else default
         self.seed = seed
         self.optimizer_text = optimizer or self.workload.optimizer
 
+    def _server_for_each_layer(self) -> Members:
+        layers = len(layout_of(trained_in(self.workload), "layers").units())
+        if self.members.servers not in (1, layers):
+            raise ConfigError(
+                f"servers={self.members.servers} is out of range: by_layer has {layers}, one for each layer"
+            )
+        return Members(self.members.workers, layers)
+
     def config(self) -> dict[str, Any]:
         return {
             "workload": self.workload.name,
+            "data": self.workload.data or None,
             "workers": self.members.workers,
             "servers": self.members.servers,
             "cluster": str(self.cluster),
@@ -190,6 +210,22 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     checked = policies.parse(policy)
     checked.validate(members)
     return checked
+
+
+def check_optimizer(text: str, workload: Workload, batch: int, members: Members) -> OptimizerSpec:
+    """The optimizer for this workload; refused if it cannot train its tensors on so many servers."""
+    spec = optimizers.parse(text)
+    if not spec.extras.batch:
+        spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
+    layout = layout_of(trained_in(workload), spec.borders)
+    spec.check(layout)
+    layout.slices(members.servers)
+    return spec
+
+
+def trained_in(workload: Workload) -> list[tuple[str, torch.Tensor, int]]:
+    """(name, tensor, group) of what a workload trains."""
+    return [(name, tensor, 0) for name, tensor in workload.module(0).named_parameters() if tensor.requires_grad]
 
 
 def check_cluster(cluster: str | Cluster, members: Members) -> Cluster:

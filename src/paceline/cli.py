@@ -14,7 +14,8 @@ from typing import Any
 import tyro
 
 from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
-from paceline.commands.catalogue import Doctor, Policies
+from paceline.commands.bench_gradients import BenchGradients
+from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Report, Resume, Run
 from paceline.errors import ConfigError, PacelineError
@@ -28,7 +29,9 @@ COMMANDS: dict[str, Any] = {
     "bench exchange": BenchExchange,
     "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,
+    "bench gradients": BenchGradients,
     "policies": Policies,
+    "scenarios": Scenarios,
     "doctor": Doctor,
 }
 DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for whom is a policy."

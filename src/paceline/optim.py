@@ -17,14 +17,24 @@ import torch
 from torch import nn
 
 from paceline import policies, session
+from paceline.core import spec
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
 from paceline.tensors import state
 from paceline.tensors.layout import layout_of
-from paceline.tensors.optimizers import Hyper, describe, hyper_of
+from paceline.tensors.optimizers import Extras, Hyper, describe, hyper_of, read_extras
 
 if TYPE_CHECKING:
     from paceline.runtime.live.description import Described
+
+
+def read_options(text: str) -> Extras:
+    """The options of `Optimizer` from their text."""
+    _, arguments = spec.split(f"options:{text}") if text else ("", {})
+    extras = read_extras(arguments, "paceline.Optimizer")
+    if extras.schedule is not None and not extras.batch:
+        raise ConfigError("a schedule counts samples: say how many a gradient stands for, as batch=64, in the options")
+    return extras
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -32,7 +42,10 @@ class Optimizer(torch.optim.Optimizer):
 
     `policy` says who waits for whom (`paceline run --policy` beats it). `model` is optional: with it the
     saved parameters bear the model's names. `overlap` sends gradients while backward runs; it refuses what changes
-    them afterwards (accumulation, clipping, GradScaler).
+    them afterwards (accumulation, clipping, GradScaler). `options` are what happens around the optimizer, as text:
+    "clip=1" (each worker bounds its gradient's norm), "ema=0.999" (the servers keep a moving average of the
+    parameters, saved beside the model), "stretch=true" (betas to the power 1/N where gradients are applied on
+    arrival), "schedule=cosine(samples=60000),batch=64" (a schedule that counts samples).
     """
 
     _step_supports_amp_scaling = True
@@ -43,6 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         policy: str | Policy | None = None,
         model: nn.Module | None = None,
         overlap: bool = False,
+        options: str | Extras = "",
     ) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(f"paceline.Optimizer wraps a torch.optim optimizer, got {type(inner).__name__}")
@@ -50,6 +64,10 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self.param_groups = inner.param_groups
         self.state = inner.state
+        self.extras = read_options(options) if isinstance(options, str) else options
+        self.pace = self.extras.pace()
+        if overlap and self.extras.clip is not None:
+            raise ConfigError("clip changes gradients after backward: overlap=True has sent them by then")
         chosen = policies.parse(policy) if policy is not None else None
         self.live = session.init().live
         self.overlap = overlap
@@ -75,7 +93,9 @@ class Optimizer(torch.optim.Optimizer):
             for index, group in enumerate(self.param_groups)
             for position, tensor in enumerate(group["params"])
         ]
-        layout = layout_of(triple for triple in triples if triple[1].requires_grad)
+        described = describe(self.inner, self.extras)
+        layout = layout_of((triple for triple in triples if triple[1].requires_grad), described.borders)
+        described.check(layout)
         trained = {id(tensor) for tensor in self.trained}
         buffers = dict(model.named_buffers()) if model is not None else {}
         frozen = {name: tensor for name, tensor, _ in triples} | given
@@ -83,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         learned = state.from_torch(self.inner, self.trained, layout)
         every = model.named_parameters(remove_duplicate=False) if model is not None else ()
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
-        return Described(layout, self.trained, describe(self.inner), learned, others, buffers, aliases)
+        return Described(layout, self.trained, described, learned, others, buffers, aliases)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,10 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         Without a closure the gradients must be there already, as after `loss.backward()`.
         """
         if self.live is None:
-            if self._scaler_allows():
-                self.steps += 1
-                return self.inner.step(closure)
-            return None
+            return self._step_alone(closure) if self._scaler_allows() else None
         loss = None
         if closure is not None:
             loss = self._compute(closure)
@@ -105,8 +122,10 @@ class Optimizer(torch.optim.Optimizer):
             self.skip_step()
             return loss
         self._refuse_late_parameters()
+        self._clip()
         self.live.slow_down(self.started)
         self.live.exchange([tensor.grad for tensor in self.trained], self._hyper())
+        self.live.pass_slow_link()
         self.started = time.monotonic()
         return loss
 
@@ -123,6 +142,31 @@ class Optimizer(torch.optim.Optimizer):
         if self.live is not None:
             self.live.forget_staged()
         super().zero_grad(set_to_none)
+
+    def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
+        """The inner optimizer's own step, with clipping and the schedule around it."""
+        self.steps += 1
+        if self.extras.clip is None and self.pace.schedule is None:
+            return self.inner.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._clip()
+        self.pace.advance(1)
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate * self.pace.factor
+        self.inner.step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return loss
+
+    def _clip(self) -> None:
+        """Bound the norm of this worker's whole gradient, before it is sliced."""
+        if self.extras.clip is not None:
+            every = [tensor for group in self.param_groups for tensor in group["params"]]
+            nn.utils.clip_grad_norm_(every, self.extras.clip)
 
     def _refuse_late_parameters(self) -> None:
         """A parameter that was frozen when this optimizer was made is not on the servers."""

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
 from paceline.report.metrics import Metrics, measure, spans
+from paceline.report.staleness import staleness_by_shard
 
 KNOWN_METRICS = ("accuracy", "loss")
 
@@ -77,7 +78,11 @@ class Run:
     target: Target | None = None
     time_to_target_s: float | None = None
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Live: frozen parameters, buffers (their mean over the workers) and second names of tied weights."""
+    """Frozen parameters and buffers; live also second names of tied weights, and buffers as the workers' mean."""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """The moving average of the parameters, if one was kept (`ema`)."""
+    layers: tuple[str, ...] = ()
+    """The layers, bottom first, if workers read and pushed layer by layer."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -90,6 +95,10 @@ class Run:
         """Everything the model's `load_state_dict` needs."""
         return {**self.parameters, **self.others}
 
+    def averaged_model(self) -> dict[str, Tensor]:
+        """The model with the moving average of its parameters in their place."""
+        return {**self.model(), **self.average}
+
     def replay(self) -> list[Divergence]:
         """Feed the recorded events into fresh machines; the steps that came out differently (none, that is)."""
 
@@ -97,6 +106,11 @@ class Run:
             return policies.parse(header.policy).machine(node.role, node.rank, header.members, header.seed)
 
         return replay(self.trace, machine_of)
+
+    def staleness_by_layer(self) -> dict[str, dict[str, float]]:
+        """Of each layer's gradients, bottom first (004, Table 1); empty unless the run was by layer."""
+        by_shard = staleness_by_shard(self.trace)
+        return {name: by_shard[shard] for shard, name in enumerate(self.layers) if shard in by_shard}
 
     def summary(self) -> dict[str, Any]:
         """The run as plain data: one element of "runs" in the JSON of `compare` and `simulate`."""
@@ -114,6 +128,7 @@ class Run:
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+            **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 
     def view(self) -> RunView:

@@ -4,6 +4,7 @@ config.json          what was run, enough to run it again (`paceline resume DIR`
 metrics.json         the summary and the history
 trace.jsonl          every event and every decision (core/trace.py)
 model.safetensors    the model's state: `model.load_state_dict(safetensors.torch.load_file(...))`
+average.safetensors  the same with the moving average of the parameters, if one was kept (`ema`)
 checkpoints/         see runtime/live/checkpoint.py
 """
 
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from paceline.core.trace import Trace
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target, write_whole
 
 CONFIG, METRICS, TRACE, MODEL = "config.json", "metrics.json", "trace.jsonl", "model.safetensors"
+AVERAGE = "average.safetensors"
 
 
 def new(base: Path, label: str) -> Path:
@@ -61,9 +64,15 @@ def save(folder: Path, run: Run) -> None:
     }
     write_whole(folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n")
     write_whole(folder / TRACE, run.trace.to_bytes())
-    part = folder / f".{MODEL}.part"
-    save_file({name: value.contiguous().clone() for name, value in run.model().items()}, part)
-    part.replace(folder / MODEL)
+    _save_tensors(folder / MODEL, run.model())
+    if run.average:
+        _save_tensors(folder / AVERAGE, run.averaged_model())
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, part)
+    part.replace(path)
 
 
 def load(folder: Path) -> Run:
@@ -73,6 +82,7 @@ def load(folder: Path) -> Run:
         metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
         trace = Trace.from_bytes((folder / TRACE).read_bytes())
         parameters = load_file(folder / MODEL)
+        average = load_file(folder / AVERAGE) if (folder / AVERAGE).exists() else {}
     except (OSError, ValueError):
         raise ConfigError(f"the run in {str(folder)!r} did not end: it has no readable {METRICS} and {TRACE}") from None
     target = metrics["target"]
@@ -86,5 +96,6 @@ def load(folder: Path) -> Run:
         target=Target.parse(target) if target is not None else None,
         time_to_target_s=metrics["summary"]["time_to_target_s"],
         config=config,
+        average=average,
         failures=metrics["failures"],
     )

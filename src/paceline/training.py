@@ -15,7 +15,8 @@ def train(workload: Workload, optimizer: OptimizerSpec, batch: int, iterations: 
     """Train in this process's world; worker 0 evaluates and logs after each of its iterations."""
     world = session.init()
     module = workload.module(seed)
-    opt = Optimizer(optimizer.build([list(module.parameters())]), model=module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    opt = Optimizer(optimizer.build([trained]), model=module, options=optimizer.extras)
     dealer = Dealer(len(workload.train[0]), world.size, batch, seed)
     inputs, labels = workload.train
     while opt.global_step < iterations:

@@ -29,7 +29,7 @@ BAD = [
     ("simulate --target accuracy", "unknown target 'accuracy'"),
     ("simulate --workload quadratic --target accuracy=0.5", "one of loss"),
     ("simulate --optimizer sgd:lr=-1", "Invalid learning rate"),
-    ("simulate --optimizer lbfgs", "unknown optimizer 'lbfgs' (known: sgd, adam, adamw)"),
+    ("simulate --optimizer lbfgs", "lbfgs cannot run on the servers: it needs several gradients"),
     ("simulate --iterations 0", "iterations=0 is out of range: 1 or more"),
     ("simulate --seed -1", "seed=-1 is out of range: 0 or more"),
     ("simulate --report no/such/folder/x.html", "does not exist or cannot be written"),

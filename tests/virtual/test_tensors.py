@@ -139,7 +139,7 @@ def test_hyper_parameters_travel() -> None:
 
 def test_only_known_optimizers() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ConfigError, match=r"torch.optim.*LBFGS cannot run on the servers"):
+    with pytest.raises(ConfigError, match=r"torch.optim.*LBFGS cannot run on the servers: it needs several gradients"):
         describe(torch.optim.LBFGS([parameter]))
 
     class SGD(torch.optim.SGD):

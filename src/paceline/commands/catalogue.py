@@ -14,11 +14,15 @@ import torch
 from rich.table import Table
 
 from paceline import __version__
+from paceline.cluster import CATALOGUE as MODELS
+from paceline.cluster import Cluster, bundled
 from paceline.commands.screen import console
 from paceline.core.spec import describe_range, text_fields
 from paceline.policies import CATALOGUE
 from paceline.runtime.live import memory
 from paceline.workloads import CATALOGUE as WORKLOADS
+from paceline.workloads.fashion import ADVICE, FOLDER
+from paceline.workloads.files import find, folders
 
 
 @dataclass(kw_only=True)
@@ -40,6 +44,27 @@ class Policies:
 
 
 @dataclass(kw_only=True)
+class Scenarios:
+    """Who is slow, and when: the models with their parameters, and paceline's own scenarios."""
+
+    def main(self) -> int:
+        base = {field.name for field in text_fields(Cluster)}
+        for name, model in MODELS.items():
+            console.print(f"[bold]{name}[/bold]  {model.__doc__}", soft_wrap=True)
+            for field in text_fields(model):
+                if model is Cluster or field.name not in base:
+                    console.print(
+                        f"    {field.name}={field.default}  {describe_range(field)}: {field.metadata['doc']}",
+                        soft_wrap=True,
+                    )
+        console.print("All models have steady's parameters too. Ready-made, with faults and slow links:")
+        for name, path in bundled().items():
+            about = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+            console.print(f"[bold]{name}[/bold]  {about}", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True)
 class Doctor:
     """Versions, and what is available on this machine."""
 
@@ -56,6 +81,7 @@ class Doctor:
         for package in ("torch", "numpy", "msgspec", "safetensors", "tyro", "rich"):
             rows.append((package, importlib.metadata.version(package)))
         digits = importlib.util.find_spec("sklearn") is not None
+        fashion = find("train-images-idx3-ubyte", folders(FOLDER)) is not None
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         rows += [
             ("cores", str(os.cpu_count())),
@@ -63,6 +89,7 @@ class Doctor:
             ("shared memory", f"{memory.base_folder()}, {shared.free / 1e9:.1f} of {shared.total / 1e9:.1f} GB free"),
             ("virtual runs", "yes"),
             ("live runs", "yes" if hasattr(os, "pidfd_open") else "no: they need Linux 5.3 or newer (pidfd)"),
+            ("fashion data", "yes" if fashion else f"no: {ADVICE}"),
             ("digits data", "yes" if digits else "no: pip install 'paceline[data]'"),
             ("workloads", ", ".join(WORKLOADS)),
             ("left by killed runs (removed at the next)", ", ".join(map(str, memory.stale())) or "nothing"),

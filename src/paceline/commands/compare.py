@@ -36,9 +36,10 @@ class Compare(Training):
         train = train_job_live if self.live else simulate_job
         runs = [_do(job, train) for job in jobs]
         where = "live, in real processes" if self.live else "in virtual time"
-        show_table(
-            runs, f"{jobs[0].workload.name}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, {where}"
-        )
+        size = f"{count(self.workers, 'worker')}, {count(jobs[0].members.servers, 'server')}"
+        show_table(runs, f"{jobs[0].workload.name}, {size}, {where}")
+        _tell_data(jobs[0])
+        _tell_layers(runs)
         for path in self.save(runs, jobs[0].config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -58,10 +59,10 @@ class Simulate(Training):
         self.check()
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
-        show_table(
-            [run],
-            f"{job.workload.name}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, in virtual time",
-        )
+        size = f"{count(self.workers, 'worker')}, {count(job.members.servers, 'server')}"
+        show_table([run], f"{job.workload.name}, {size}, in virtual time")
+        _tell_data(job)
+        _tell_layers([run])
         for path in self.save([run], job.config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -72,3 +73,16 @@ def _do(job: Job, train: Callable[..., Run]) -> Run:
         run = train(job, watch=watch)
     tell_result(run)
     return run
+
+
+def _tell_layers(runs: list[Run]) -> None:
+    """Staleness layer by layer, as 004's Table 1, bottom first."""
+    for run in runs:
+        for layer, numbers in run.staleness_by_layer().items():
+            line = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+            console.print(f"{run.policy}, staleness of layer {layer}: {line}", soft_wrap=True)
+
+
+def _tell_data(job: Job) -> None:
+    if job.workload.data:
+        console.print(f"data: {job.workload.data}", soft_wrap=True)

@@ -59,10 +59,12 @@ class Training(Outputs):
     """A bundled workload on a cluster."""
 
     workload: str = "digits-mlp"
-    """What to train: digits-mlp or quadratic."""
+    """What to train: digits-mlp, digits-cnn, fashion-cnn, matrix-factorization, svm, quadratic, or your own:
+    ./mine.py:MyWorkload, a class with make_module, loss and train (docs/workloads.md)."""
     cluster: str = "steady"
     """Who is slow, and when: steady, one-slow:factor=4, random-slowdown:factor=6, factors:by_worker=1:1:4,
-    lognormal:sigma=0.5, pareto:shape=2, each with compute_s, latency_s, bandwidth; or a scenario.toml."""
+    lognormal:sigma=0.5, pareto:shape=2, bursts:length=20, replay:file=runs/x, each with compute_s, latency_s,
+    bandwidth; a scenario.toml; or one of paceline's own, as spot-instances (`paceline scenarios` lists them)."""
     workers: int = 8
     """How many workers compute gradients."""
     servers: int = 1
@@ -72,11 +74,14 @@ class Training(Outputs):
     iterations: int | None = None
     """Iterations of each worker at most (200; 2000 with a target)."""
     optimizer: str | None = None
-    """The optimizer on the servers, as sgd:lr=0.1,momentum=0.9 or adam:lr=0.001; the workload's own if none."""
+    """The optimizer on the servers, as sgd:lr=0.1,momentum=0.9 or adam:lr=0.001; the workload's own if none. Besides
+    its own parameters: clip=1, ema=0.999, stretch=true, schedule=cosine(samples=60000) (docs/optimizers.md)."""
     batch: int | None = None
     """Samples per worker and iteration; the workload's own if none."""
     seed: int = 0
     """Equal seeds give equal runs, to the byte."""
+    by_layer: bool = False
+    """Workers read and push layer by layer, with a server for each layer (virtual time)."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -89,4 +94,5 @@ class Training(Outputs):
             "optimizer": self.optimizer,
             "batch": self.batch,
             "seed": self.seed,
+            "by_layer": self.by_layer,
         }

@@ -3,6 +3,9 @@
 The cut is FluentPS's elastic parameter slicing (001, III.A): slices of equal length to within one cache line,
 whatever the sizes of the layers. A slice therefore begins and ends anywhere within a tensor; a `Piece` is a
 part of one tensor that lies in one slice, small enough to stay in a cache while several operations go over it.
+
+Where an optimizer must see whole tensors, or staleness is to be known layer by layer, slices end on the borders of
+tensors or layers instead, and the largest is as small as that allows.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 
 import msgspec
 import torch
@@ -45,10 +48,12 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class Layout(Struct, frozen=True, array_like=True):
-    """All tensors in order, end to end, in one dtype."""
+    """All tensors in order, end to end, in one dtype. `borders` says where slices may end."""
 
     entries: tuple[Entry, ...]
     dtype: str
+    borders: str = "anywhere"
+    """"anywhere", on the borders of "tensors", or of "layers": tensors whose names differ after the last dot only."""
 
     @property
     def numel(self) -> int:
@@ -82,10 +87,30 @@ class Layout(Struct, frozen=True, array_like=True):
         return dict(zip((entry.name for entry in self.entries), self.views(flat), strict=True))
 
     def slices(self, shards: int) -> list[slice]:
-        """Cut into `shards` parts, equal to within one cache line."""
+        """Cut into `shards` parts, equal to within one cache line, or as equal as the borders allow."""
+        if self.borders != "anywhere":
+            return self._slices_on_borders(shards)
         line = CACHE_LINE_BYTES // self.itemsize
         lines = math.ceil(self.numel / line)
         cuts = [min(self.numel, lines * shard // shards * line) for shard in range(shards + 1)]
+        return [slice(start, stop) for start, stop in pairwise(cuts)]
+
+    def units(self) -> list[tuple[str, int]]:
+        """What slices may not cut through: (name, number of elements) of tensors or of layers."""
+        if self.borders == "tensors":
+            return [(entry.name, entry.numel) for entry in self.entries]
+        layers = groupby(self.entries, key=lambda entry: entry.name.rpartition(".")[0])
+        return [(name, sum(entry.numel for entry in entries)) for name, entries in layers]
+
+    def _slices_on_borders(self, shards: int) -> list[slice]:
+        sizes = [size for _, size in self.units()]
+        if shards > len(sizes):
+            raise ConfigError(
+                f"servers={shards} is out of range: 1 to {len(sizes)}, since slices end on the borders of "
+                f"{self.borders} and the model has {len(sizes)}"
+            )
+        starts = list(accumulate(sizes, initial=0))
+        cuts = [starts[index] for index in balanced(sizes, shards)]
         return [slice(start, stop) for start, stop in pairwise(cuts)]
 
     def slice_bytes(self, shards: int) -> tuple[int, ...]:
@@ -93,6 +118,8 @@ class Layout(Struct, frozen=True, array_like=True):
 
     def pieces(self, part: slice, longest: int) -> list[Piece]:
         """The parts of tensors that lie in the slice `part`, in order, none longer than `longest`."""
+        if self.borders != "anywhere":
+            longest = max(1, self.numel)
         pieces, start = [], 0
         for index, entry in enumerate(self.entries):
             first, last = max(start, part.start), min(start + entry.numel, part.stop)
@@ -102,14 +129,41 @@ class Layout(Struct, frozen=True, array_like=True):
         return pieces
 
 
-def layout_of(named: Iterable[tuple[str, Tensor, int]]) -> Layout:
+def layout_of(named: Iterable[tuple[str, Tensor, int]], borders: str = "anywhere") -> Layout:
     """The layout of (name, tensor, group) triples. All tensors must have one dtype, float32 or float64."""
     triples = list(named)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor, _ in triples}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
         raise ConfigError(f"parameters must all be float32 or all float64, got {', '.join(sorted(dtypes)) or 'none'}")
     entries = tuple(Entry(name, tuple(tensor.shape), group) for name, tensor, group in triples)
-    return Layout(entries, dtypes.pop())
+    return Layout(entries, dtypes.pop(), borders)
+
+
+def balanced(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where to cut a row of `sizes` into so many parts, none empty, so that the largest is smallest.
+
+    Returns parts + 1 indices, 0 and len(sizes) included.
+    """
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(sizes, parts, middle)) - 1 <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(sizes, parts, low)
+
+
+def _fill(sizes: Sequence[int], parts: int, most: int) -> list[int]:
+    """Cuts such that each part but the last is filled up to `most`, leaving at least one element for each part."""
+    cuts, total = [0], 0
+    for index, size in enumerate(sizes):
+        to_come = parts - len(cuts)
+        if index > cuts[-1] and (total + size > most or len(sizes) - index == to_come):
+            cuts.append(index)
+            total = 0
+        total += size
+    return [*cuts, len(sizes)]
 
 
 def flatten(tensors: Sequence[Tensor], out: Sequence[Tensor]) -> None:

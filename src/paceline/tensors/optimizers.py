@@ -1,9 +1,9 @@
 """The optimizer lives on the server. It is built from a name and numbers, never from a pickle.
 
-`OptimizerSpec` describes a `torch.optim` optimizer: its class by name, from an allow-list, and the
-hyper-parameters of each group. `SliceOptimizer` steps one slice with it: torch's own code on views of the
-slice, so BSP equals single-process training to the last rounding. All optimizers here are elementwise, so a
-slice may begin and end anywhere within a tensor.
+`OptimizerSpec` describes a `torch.optim` optimizer: its class by name, from an allow-list (`kinds.py`), the
+hyper-parameters of each group, and what the servers do besides (`Extras`). `SliceOptimizer` steps one slice with it:
+torch's own code on views of the slice, so BSP equals single-process training to the last rounding. Elementwise
+optimizers take slices that begin and end anywhere within a tensor; the others take whole tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -20,13 +20,21 @@ from torch import Tensor
 
 from paceline.core import spec
 from paceline.errors import ConfigError
+from paceline.tensors import kinds, schedules
+from paceline.tensors.kinds import KINDS
 from paceline.tensors.layout import Layout
+from paceline.tensors.steppers import (
+    SCALARS,
+    AveragingStepper,
+    Hyper,
+    Pace,
+    SGDStepper,
+    State,
+    Stepper,
+    TorchStepper,
+    Value,
+)
 
-ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
 """Group entries that choose an implementation, not a result; the server chooses its own."""
 
@@ -34,17 +42,46 @@ PIECE = 1 << 17
 """Elements of a piece at most: half a megabyte in float32. Smaller ones fit the caches better, but then calling
 torch costs more than the arithmetic."""
 
-SCALARS = ("step",)
-"""State that is one number for a tensor, not one for each element."""
 THERE = "there"
 """In a state: whether a piece has any yet."""
-CHECKS_OF_CUDA = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
-"""What torch's optimizers ask before each step: whether CUDA captures a graph. In a server asking would start CUDA,
-and fail in one forked from a process that has used it."""
-State = dict[str, Tensor]
+AVERAGE = "average"
+"""In a state: the moving average of the parameters."""
+SAMPLES = "samples"
+"""In a state: how many samples a schedule has counted."""
 
-Value = float | int | bool | tuple[float, ...] | None
-Hyper = dict[str, Value]
+
+class Extras(Struct, frozen=True, omit_defaults=True):
+    """What happens around the optimizer, of whatever kind it is."""
+
+    clip: float | None = None
+    """Each worker scales its gradient down to this norm, before it is sliced."""
+    ema: float | None = None
+    """The servers keep a moving average of the parameters with this decay; it is saved beside the model."""
+    stretch: bool = False
+    """A step of weight w (1/N, when one gradient of N is applied on arrival) decays betas, momentum and the moving
+    average by their power w, so that they reach as far back, in samples, as under BSP."""
+    schedule: str | None = None
+    """A learning-rate schedule that counts samples, as text."""
+    batch: int = 0
+    """How many samples a gradient stands for, if there is a schedule."""
+
+    def check(self) -> None:
+        for name, value, low, high, words in (
+            ("clip", self.clip, 0.0, math.inf, "more than 0"),
+            ("ema", self.ema, 0.0, 1.0, "more than 0 and less than 1"),
+            ("batch", self.batch, -1, math.inf, "0 or more"),
+        ):
+            if value is not None and not low < value < high:
+                raise ConfigError(f"{name}={value:g} is out of range: {words}")
+        if self.schedule is not None:
+            schedules.parse(self.schedule)
+
+    def pace(self) -> Pace:
+        schedule = schedules.parse(self.schedule) if self.schedule is not None else None
+        return Pace(schedule, self.batch, self.stretch)
+
+
+EXTRAS = Extras.__struct_fields__
 
 
 class OptimizerSpec(Struct, frozen=True):
@@ -52,22 +89,38 @@ class OptimizerSpec(Struct, frozen=True):
 
     name: str
     groups: tuple[Hyper, ...]
+    extras: Extras = Extras()
+
+    @property
+    def borders(self) -> str:
+        """Where slices may begin and end, for `Layout.borders`."""
+        return "tensors" if KINDS[self.name].whole else "anywhere"
 
     def build(self, tensors: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over `tensors`, one sequence for each group."""
         groups = [{"params": list(group), **hyper} for group, hyper in zip(tensors, self.groups, strict=True)]
-        return ELEMENTWISE[self.name](groups)  # type: ignore[call-arg]
+        return KINDS[self.name].cls(groups)  # type: ignore[call-arg]
+
+    def check(self, layout: Layout) -> None:
+        """Refuse, in one line, a model that this kind cannot train, or extras that do not fit it."""
+        self.extras.check()
+        kind = KINDS[self.name]
+        odd = next((entry for entry in layout.entries if len(entry.shape) != 2), None)
+        if kind.matrices and odd is not None:
+            raise ConfigError(f"{self.name} steps matrices only, and {odd.name} has the shape {list(odd.shape)}")
+        if not self.extras.stretch:
+            return
+        if not kind.stretched:
+            able = ", ".join(name for name, each in KINDS.items() if each.stretched)
+            raise ConfigError(f"{self.name} has no decay that stretch=true could change (can: {able})")
+        if self.name == "rmsprop" and any(group.get("momentum") for group in self.groups):
+            raise ConfigError("rmsprop with momentum cannot have stretch=true: its momentum has no share to scale")
 
 
-def describe(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+def describe(optimizer: torch.optim.Optimizer, extras: Extras | None = None) -> OptimizerSpec:
     """The spec of a user's optimizer, or a clear refusal."""
-    name = type(optimizer).__name__.lower()
-    if ELEMENTWISE.get(name) is not type(optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot run on the servers "
-            f"(can: {', '.join('torch.optim.' + cls.__name__ for cls in ELEMENTWISE.values())})"
-        )
-    return OptimizerSpec(name, tuple(hyper_of(group) for group in optimizer.param_groups))
+    name = kinds.name_of(optimizer)
+    return OptimizerSpec(name, tuple(hyper_of(group) for group in optimizer.param_groups), extras or Extras())
 
 
 def hyper_of(group: Mapping[str, Any]) -> Hyper:
@@ -79,38 +132,68 @@ def hyper_of(group: Mapping[str, Any]) -> Hyper:
         if isinstance(value, Tensor):
             value = value.item()
         if isinstance(value, tuple | list):
-            hyper[key] = tuple(float(item) for item in value)
-        elif value is None or isinstance(value, bool | int | float):
+            hyper[key] = tuple(None if item is None else float(item) for item in value)
+        elif value is None or isinstance(value, bool | int | float | str):
             hyper[key] = value
     return hyper
 
 
 def parse(text: str) -> OptimizerSpec:
-    """'sgd:lr=0.1,momentum=0.9' -> a spec with one group holding every hyper-parameter, defaults included."""
+    """'sgd:lr=0.1,momentum=0.9' -> a spec with one group holding every hyper-parameter, defaults included.
+
+    The keys of `Extras` may stand among the hyper-parameters: 'adam:lr=0.001,clip=1,schedule=cosine(samples=60000)'.
+    """
     name, arguments = spec.split(text)
-    if name not in ELEMENTWISE:
-        raise ConfigError(f"unknown optimizer {name!r} (known: {', '.join(ELEMENTWISE)})")
+    kind = kinds.named(name)
+    extras = read_extras({key: arguments.pop(key) for key in EXTRAS if key in arguments}, name)
     hyper = {key: _read(value, f"{name}:{key}") for key, value in arguments.items()}
     try:
         # As defaults, not as a group: torch checks only those.
-        make: Callable[..., torch.optim.Optimizer] = ELEMENTWISE[name]
-        described = describe(make([torch.zeros(1)], **hyper))
+        make: Callable[..., torch.optim.Optimizer] = kind.cls
+        described = describe(make([torch.zeros(1, 1)], **hyper), extras)
         if any(isinstance(value, float) and not math.isfinite(value) for value in described.groups[0].values()):
             raise ValueError("numbers must be finite")
         return described
     except (ValueError, TypeError) as error:
-        reason = str(error).removeprefix(f"{ELEMENTWISE[name].__name__}.__init__() ")
+        reason = str(error).removeprefix(f"{kind.cls.__name__}.__init__() ")
         raise ConfigError(f"optimizer {text!r}: {reason}") from None
+
+
+def read_extras(arguments: Mapping[str, str], label: str) -> Extras:
+    """Extras from texts, checked."""
+    values: dict[str, Any] = {}
+    for key, text in arguments.items():
+        if key not in EXTRAS:
+            raise ConfigError(f"{label} has no option {key!r} (it has: {', '.join(EXTRAS)})")
+        value = text if key == "schedule" else _read(text, f"{label}:{key}")
+        wanted: Any = {"schedule": str, "stretch": bool, "batch": int}.get(key, int | float)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and key != "stretch"):
+            noun = {"stretch": "true or false", "batch": "a whole number"}.get(key, "a number")
+            raise ConfigError(f"{label}:{key}={text} must be {noun}")
+        values[key] = value
+    extras = Extras(**values)
+    extras.check()
+    return extras
 
 
 def _read(text: str, label: str) -> Value:
     if text in ("true", "false"):
         return text == "true"
+    if text == "none":
+        return None
+    if label.endswith("_fn"):
+        return text
     try:
-        numbers = tuple(float(part) for part in text.split(":"))
+        numbers = tuple(_number(part) for part in text.split(":"))
     except ValueError:
-        raise ConfigError(f"{label}={text} is not a number (nor true, false, or a:b for a pair)") from None
+        raise ConfigError(f"{label}={text} is not a number (nor true, false, none, or a:b for a pair)") from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _number(text: str) -> float | int | None:
+    if text == "none":
+        return None
+    return int(text) if text.removeprefix("-").isdigit() else float(text)
 
 
 class SliceOptimizer:
@@ -124,10 +207,24 @@ class SliceOptimizer:
     def __init__(self, layout: Layout, part: slice, values: Tensor, spec: OptimizerSpec, threads: int = 1) -> None:
         self.values = values
         self.pieces = layout.pieces(part, PIECE)
+        extras = spec.extras
+        self.pace = extras.pace()
         self.steppers: list[Stepper] = []
-        make = SGDStepper if spec.name == "sgd" else TorchStepper
         for piece, tensor in zip(self.pieces, self.cut(values), strict=True):
-            self.steppers.append(make(tensor, spec.name, dict(spec.groups[piece.group])))
+            hyper = dict(spec.groups[piece.group])
+            shape = layout.entries[piece.entry].shape if KINDS[spec.name].whole else None
+            self.steppers.append(
+                SGDStepper(tensor, hyper, self.pace)
+                if spec.name == "sgd"
+                else TorchStepper(tensor, spec.name, hyper, self.pace, shape)
+            )
+        self.average = values.clone() if extras.ema is not None else None
+        if self.average is not None and extras.ema is not None:
+            averages = self.cut(self.average)
+            self.steppers = [
+                AveragingStepper(stepper, average, extras.ema, extras.stretch)
+                for stepper, average in zip(self.steppers, averages, strict=True)
+            ]
         longest = max((piece.length for piece in self.pieces), default=0)
         bounds = [round(len(self.pieces) * thread / threads) for thread in range(threads + 1)]
         self.parts = [range(*bound) for bound in pairwise(bounds)]
@@ -158,6 +255,7 @@ class SliceOptimizer:
         as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
         be among them), each piece while it is still in the cache.
         """
+        self.pace.advance(len(gradients))
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
 
         def step(thread: int, indices: Iterable[int]) -> None:
@@ -189,10 +287,18 @@ class SliceOptimizer:
                 for piece, each in zip(self.cut(state[name]), states, strict=True):
                     if name in each:
                         piece.copy_(each[name])
+        if self.average is not None:
+            state[AVERAGE] = self.average
+        if self.pace.schedule is not None:
+            state[SAMPLES] = torch.tensor([float(self.pace.samples)], dtype=torch.float64)
         return state
 
     def load_state(self, state: State) -> None:
         """Take over what `state` gave."""
+        if self.average is not None and AVERAGE in state:
+            self.average.copy_(state[AVERAGE])
+        if SAMPLES in state:
+            self.pace.samples = int(state[SAMPLES])
         for index, (piece, stepper) in enumerate(zip(self.pieces, self.steppers, strict=True)):
             if state[THERE][index]:
                 where = slice(piece.offset, piece.offset + piece.length)
@@ -200,7 +306,7 @@ class SliceOptimizer:
                     {
                         name: value[where].clone() if name not in SCALARS else value[index].clone()
                         for name, value in state.items()
-                        if name != THERE
+                        if name not in (THERE, AVERAGE, SAMPLES)
                     }
                 )
 
@@ -214,69 +320,7 @@ class SliceOptimizer:
         return total.div_(len(gradients))
 
 
-class Stepper(Protocol):
-    """Steps one piece."""
-
-    values: Tensor
-    hyper: Hyper
-
-    def step(self, gradient: Tensor, weight: float) -> None: ...
-
-    def state(self) -> State: ...
-
-    def load_state(self, state: State) -> None: ...
-
-
-class SGDStepper:
-    """torch.optim.SGD on one piece: the same operations in the same order, without the bookkeeping around them."""
-
-    def __init__(self, values: Tensor, name: str, hyper: Hyper) -> None:
-        self.values = values
-        self.hyper = hyper
-        self.momentum: Tensor | None = None
-
-    def step(self, gradient: Tensor, weight: float) -> None:
-        hyper = self.hyper
-        if hyper["maximize"]:
-            gradient = -gradient
-        if hyper["weight_decay"]:
-            gradient = gradient.add(self.values, alpha=hyper["weight_decay"])  # type: ignore[arg-type]
-        factor = hyper["momentum"]
-        if factor:
-            if self.momentum is None:
-                self.momentum = gradient.clone()
-            else:
-                self.momentum.mul_(factor).add_(gradient, alpha=1 - hyper["dampening"])  # type: ignore[arg-type, operator]
-            gradient = gradient.add(self.momentum, alpha=factor) if hyper["nesterov"] else self.momentum  # type: ignore[arg-type]
-        self.values.add_(gradient, alpha=-hyper["lr"] * weight)  # type: ignore[operator]
-
-    def state(self) -> State:
-        return {} if self.momentum is None else {"momentum_buffer": self.momentum}
-
-    def load_state(self, state: State) -> None:
-        self.momentum = state.get("momentum_buffer")
-
-
-class TorchStepper:
-    """Any other elementwise optimizer on one piece: torch's own."""
-
-    def __init__(self, values: Tensor, name: str, hyper: Hyper) -> None:
-        self.values = values
-        self.hyper = hyper
-        self.optimizer = OptimizerSpec(name, (hyper,)).build([[values]])
-        for check in CHECKS_OF_CUDA:
-            setattr(self.optimizer, check, lambda: None)
-
-    def step(self, gradient: Tensor, weight: float) -> None:
-        (group,) = self.optimizer.param_groups
-        group.update(self.hyper)
-        group["lr"] = self.hyper["lr"] * weight  # type: ignore[operator]
-        self.values.grad = gradient
-        self.optimizer.step()
-        self.values.grad = None
-
-    def state(self) -> State:
-        return dict(self.optimizer.state[self.values])
-
-    def load_state(self, state: State) -> None:
-        self.optimizer.state[self.values].update(state)
+__all__ = [
+    "AVERAGE", "PIECE", "SAMPLES", "SCALARS", "THERE", "Extras", "Hyper", "OptimizerSpec", "SliceOptimizer", "State",
+    "describe", "hyper_of", "parse", "read_extras",
+]  # fmt: skip

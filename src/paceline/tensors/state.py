@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import PIECE, SCALARS, THERE, State
+from paceline.tensors.optimizers import AVERAGE, PIECE, SAMPLES, SCALARS, THERE, State
+from paceline.tensors.steppers import padded, unpadded
 
 
 def from_torch(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], layout: Layout) -> State:
@@ -26,20 +27,22 @@ def from_torch(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], layo
         else:
             whole[name] = torch.zeros(layout.numel, dtype=layout.torch_dtype)
             for view, each in zip(layout.views(whole[name]), states, strict=True):
-                if name in each:
-                    view.copy_(each[name])
+                if each.get(name) is not None:
+                    view.copy_(padded(each[name], view.numel()).view(view.shape))
     return whole
 
 
 def to_torch(whole: State, layout: Layout) -> list[dict[str, Tensor]]:
     """The state of each tensor, as a torch optimizer holds it; empty where there is none."""
-    views = {name: layout.views(value) for name, value in whole.items() if name not in (*SCALARS, THERE)}
+    besides = (*SCALARS, THERE, AVERAGE, SAMPLES)
+    views = {name: layout.views(value) for name, value in whole.items() if name not in besides}
     states: list[dict[str, Tensor]] = []
-    for index in range(len(layout.entries)):
+    for index, entry in enumerate(layout.entries):
         state: dict[str, Tensor] = {}
         if whole[THERE][index]:
             state = {name: whole[name][index].clone() for name in SCALARS if name in whole}
-            state.update({name: parts[index].clone() for name, parts in views.items()})
+            for name, parts in views.items():
+                state[name] = unpadded(name, parts[index].reshape(-1), entry.shape).clone()
         states.append(state)
     return states
 
@@ -48,7 +51,13 @@ def cut(whole: State, layout: Layout, part: slice) -> State:
     """A shard's part of the whole."""
     pieces = layout.pieces(part, PIECE)
     owners = torch.tensor([piece.entry for piece in pieces], dtype=torch.int64)
-    return {name: value[owners] if name in (*SCALARS, THERE) else value[part] for name, value in whole.items()}
+    mine: State = {}
+    for name, value in whole.items():
+        if name == SAMPLES:
+            mine[name] = value
+        else:
+            mine[name] = value[owners] if name in (*SCALARS, THERE) else value[part]
+    return mine
 
 
 def join(parts: Sequence[State], layout: Layout) -> State:
@@ -57,7 +66,9 @@ def join(parts: Sequence[State], layout: Layout) -> State:
     for part, state in zip(layout.slices(len(parts)), parts, strict=True):
         pieces = layout.pieces(part, PIECE)
         for name, value in state.items():
-            if name in (*SCALARS, THERE):
+            if name == SAMPLES:
+                whole[name] = torch.maximum(whole.get(name, value), value)
+            elif name in (*SCALARS, THERE):
                 target = whole.setdefault(name, torch.zeros(len(layout.entries)))
                 for piece, number in zip(pieces, value, strict=True):
                     target[piece.entry] = torch.maximum(target[piece.entry], number)

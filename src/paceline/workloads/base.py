@@ -1,17 +1,33 @@
 """What a workload is: a model, a loss, training and test data, and how to start.
 
 The loss is the mean over the batch, so the mean of the workers' gradients is the gradient of the joined batch.
+Data are two tensors (inputs, targets) with as many rows; a map-style `torch.utils.data.Dataset` of such pairs is
+stacked into them once. Integer inputs stay integers (a user and a film, the words of a text), floating ones take the
+run's dtype.
+
+`own` reads a workload out of a user's Python file: a `Workload`, a function that makes one, or any class with
+`make_module`, `loss` and `train` (and, if it likes, `test`, `batch`, `optimizer`, `metrics`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from paceline import userfile
+from paceline.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Data = tuple[Tensor, Tensor]
+METRICS = ("loss", "accuracy")
+OPTIONAL = ("test", "batch", "optimizer", "metrics", "data")
+NEEDED = ("make_module", "loss", "train")
 
 
 @dataclass(frozen=True)
@@ -20,13 +36,15 @@ class Workload:
     make_module: Callable[[], nn.Module]
     """A fresh model; the caller seeds torch before."""
     loss: Loss
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    batch: int
+    train: Data
+    test: Data
+    batch: int = 32
     """Samples per worker and iteration."""
-    optimizer: str
+    optimizer: str = "sgd:lr=0.1"
     """The default optimizer, as text."""
-    metrics: tuple[str, ...] = ("loss", "accuracy")
+    metrics: tuple[str, ...] = METRICS
+    data: str = ""
+    """Where the data came from, when that may vary: results say so."""
 
     def module(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -35,10 +53,83 @@ class Workload:
 
     def evaluate(self, module: nn.Module) -> dict[str, float | None]:
         """Loss and accuracy on the test set; accuracy is None where there are no classes."""
-        x, y = self.test
-        x = x.to(next(module.parameters()).dtype)
+        dtype = next(module.parameters()).dtype
+        x, y = (in_dtype(tensor, dtype) for tensor in self.test)
+        training = module.training
+        module.eval()
         with torch.no_grad():
             output = module(x)
-            loss = self.loss(output, y.to(output.dtype) if y.is_floating_point() else y).item()
+            loss = self.loss(output, y).item()
             accuracy = (output.argmax(1) == y).float().mean().item() if "accuracy" in self.metrics else None
+        module.train(training)
         return {"loss": loss, "accuracy": accuracy}
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating values in the run's dtype; whole numbers are names of things and stay as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def own(text: str) -> Workload:
+    """The workload FILE.py:NAME names."""
+    found = userfile.load(text, "workload")
+    path = Path(text.rpartition(":")[0])
+    try:
+        made = found() if callable(found) and not isinstance(found, Workload) else found
+        workload = made if isinstance(made, Workload) else assemble(made, text)
+        check(workload, text)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(userfile.describe(error, path)) from None
+    return workload
+
+
+def assemble(parts: Any, text: str) -> Workload:
+    """A workload from an object with the parts as attributes."""
+    missing = [name for name in NEEDED if not hasattr(parts, name)]
+    if missing:
+        raise ConfigError(
+            f"{text} is no workload: it lacks {', '.join(missing)} (needed: {', '.join(NEEDED)}; "
+            f"may have: {', '.join(OPTIONAL)})"
+        )
+    train = stacked(parts.train, f"{text}: train")
+    optional = {name: getattr(parts, name) for name in OPTIONAL if name != "test" and hasattr(parts, name)}
+    if "metrics" not in optional:
+        optional["metrics"] = ("loss",) if train[1].is_floating_point() else METRICS
+    optional["metrics"] = tuple(optional["metrics"])
+    test = stacked(parts.test, f"{text}: test") if hasattr(parts, "test") else train
+    return Workload(text, parts.make_module, parts.loss, train, test, **optional)
+
+
+def stacked(data: Any, label: str) -> Data:
+    """(inputs, targets) from such a pair, or from a dataset of pairs."""
+    if isinstance(data, Dataset):
+        if not isinstance(data, Sized):
+            raise ConfigError(f"{label}: a dataset must know its length and be read by index")
+        data = default_collate([data[index] for index in range(len(data))])
+    pair = tuple(data) if isinstance(data, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(tensor, Tensor) for tensor in pair):
+        raise ConfigError(f"{label} must be a pair of tensors (inputs, targets) or a dataset of such pairs")
+    inputs, targets = pair
+    if inputs.dim() == 0 or targets.dim() == 0 or len(inputs) != len(targets) or not len(inputs):
+        sizes = [tuple(tensor.shape) for tensor in pair]
+        raise ConfigError(f"{label} must have as many inputs as targets, and at least one, got shapes {sizes}")
+    return inputs, targets
+
+
+def check(workload: Workload, text: str) -> None:
+    """Compute one loss, so that what is wrong is said before anything starts."""
+    for name, data in (("train", workload.train), ("test", workload.test)):
+        stacked(data, f"{text}: {name}")
+    if not isinstance(workload.batch, int) or not 1 <= workload.batch <= len(workload.train[0]):
+        raise ConfigError(f"{text}: batch={workload.batch} is out of range: 1 to {len(workload.train[0])}, all samples")
+    if not set(workload.metrics) <= set(METRICS) or "loss" not in workload.metrics:
+        raise ConfigError(f"{text}: metrics={workload.metrics} must be ('loss',) or {METRICS}")
+    module = workload.module(0)
+    if not isinstance(module, nn.Module) or not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(f"{text}: make_module() must give a torch.nn.Module with something to train")
+    x, y = (in_dtype(tensor[: workload.batch], torch.float32) for tensor in workload.train)
+    loss = workload.loss(module(x), y)
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        raise ConfigError(f"{text}: loss(output, target) must give the mean over the batch, one number with a gradient")

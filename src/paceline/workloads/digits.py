@@ -1,17 +1,20 @@
-"""digits-mlp: scikit-learn's 1 797 handwritten digits (8 x 8, real data, in the package), a 64-64-10 MLP."""
+"""digits-mlp and digits-cnn: scikit-learn's 1 797 handwritten digits (8 x 8, real data, in the package).
+
+The MLP is 64-64-10; the CNN has two small convolutions, the second one with a stride.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.workloads.base import Workload
+from paceline.workloads.base import Data, Workload
 
 TEST_SAMPLES = 360
 
 
-def load_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def load_digits() -> tuple[Data, Data]:
     """(train, test) as (images in [0, 1], labels), split by a fixed permutation."""
     try:
         from sklearn.datasets import load_digits as from_sklearn
@@ -38,3 +41,21 @@ def digits_mlp() -> Workload:
         batch=32,
         optimizer="sgd:lr=0.1",
     )
+
+
+def digits_cnn() -> Workload:
+    (train_x, train_y), (test_x, test_y) = load_digits()
+    return Workload(
+        name="digits-cnn",
+        make_module=small_cnn,
+        loss=nn.functional.cross_entropy,
+        train=(train_x.view(-1, 1, 8, 8), train_y),
+        test=(test_x.view(-1, 1, 8, 8), test_y),
+        batch=32,
+        optimizer="sgd:lr=0.1,momentum=0.9",
+    )
+
+
+def small_cnn() -> nn.Module:
+    features = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(16 * 4 * 4, 10))

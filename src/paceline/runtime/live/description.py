@@ -30,7 +30,7 @@ class Described:
 
     def digest(self, policy: Policy | None) -> str:
         """What must be the same on every worker."""
-        return f"{self.layout.digest()}/{self.optimizer.name}/{policy}"
+        return f"{self.layout.digest()}/{self.optimizer.name}/{self.optimizer.extras}/{policy}"
 
 
 def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ def harvest(driver: Driver, output: Path) -> Run:
     assert lead.layout is not None
     members, folder = driver.members, driver.folder.path
     parameters = lead.layout.named(memory.attach(folder / memory.WHOLE, lead.layout).clone())
+    average = folder / "final-average"
     slice_bytes = lead.layout.slice_bytes(members.servers)
     trace = gather(output, Header("live", str(driver.policy), members, driver.plan.seed, slice_bytes))
     return Run(
@@ -36,6 +37,7 @@ def harvest(driver: Driver, output: Path) -> Run:
         target=driver.plan.target,
         time_to_target_s=driver.reached_s,
         others=others(folder, parameters, lead.aliases),
+        average=lead.layout.named(memory.attach(average, lead.layout).clone()) if average.exists() else {},
         failures=driver.failures,
     )
 

@@ -18,7 +18,7 @@ from typing import Any, assert_never
 import msgspec
 
 from paceline import policies
-from paceline.cluster import Cluster
+from paceline.cluster import Cluster, to_table
 from paceline.core.messages import Members, View
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError, RunFailed
@@ -115,8 +115,7 @@ class Driver:
         config = wire.LiveConfig(
             self.members,
             plan.seed,
-            str(plan.cluster) if plan.cluster is not None else None,
-            plan.cluster.faults if plan.cluster is not None else (),
+            to_table(plan.cluster) if plan.cluster is not None else None,
             str(output),
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
@@ -228,6 +227,10 @@ class Driver:
         self.watchman.status.pop(child.rank, None)
         if code == 0:
             self.ended_well += 1
+            return
+        if (pause := self.striker.restart_pause(child, code)) is not None and not self.stopping:
+            self.say(f"{child} {_how(code)}, as the scenario says; starting it again in {pause:g} s")
+            self.to_start.append((time.monotonic() + pause, child.rank))
             return
         if self.restarts_left and not self.stopping:
             self._restart_later(child, code)
@@ -404,6 +407,8 @@ class Driver:
             self.failures.extend(self.losses)
         if len(self.servers_configured) < self.members.servers:
             return  # a server is being restarted
+        if self.lead.optimizer is not None and self.lead.optimizer.extras.ema is not None:
+            memory.create(self.folder.path / "final-average", self.lead.layout)
         self.asked_to_finish = True
         if self.keeper is not None:
             self.keeper.begin()

@@ -173,6 +173,8 @@ class LiveServer(ServerCarrier):
         """Leave the final values where the driver finds them."""
         final = memory.attach(self.folder / memory.WHOLE, self.layout)
         final[self.part] = self.optimizer.values
+        if self.optimizer.average is not None:
+            memory.attach(self.folder / "final-average", self.layout)[self.part] = self.optimizer.average
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True
 

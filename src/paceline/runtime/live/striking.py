@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from paceline.cluster import Cluster, Fault
 from paceline.runtime.live import wire
+from paceline.runtime.live.children import Child
 
 if TYPE_CHECKING:
     from paceline.runtime.live.launch import Driver
@@ -22,6 +23,13 @@ class Striker:
         self.driver = driver
         timed = [fault for fault in (cluster.faults if cluster is not None else ()) if fault.at_s is not None]
         self.due = sorted(timed, key=lambda fault: fault.at_s or 0.0)
+        self.restarting: dict[int, float] = {}
+        """Workers struck down that are to come back, and after how long."""
+        self.at_iteration = [
+            fault
+            for fault in (cluster.faults if cluster is not None else ())
+            if fault.kind == "restart" and fault.at_iteration is not None
+        ]
 
     def tick(self) -> None:
         driver = self.driver
@@ -38,6 +46,10 @@ class Striker:
             case "crash":
                 for child in children:
                     child.kill()
+            case "restart":
+                for child in children:
+                    self.restarting[child.rank] = fault.for_s
+                    child.kill()
             case "leave":
                 for child in children:
                     driver.tell_worker(child.rank, child.incarnation, wire.Stop("the scenario says so"))
@@ -49,3 +61,15 @@ class Striker:
                     resume.start()
             case _:
                 assert_never(fault.kind)
+
+    def restart_pause(self, child: Child, code: int) -> float | None:
+        """How long a worker that was killed stays away, if the scenario says that it comes back."""
+        if code != -signal.SIGKILL:
+            return None
+        if child.rank in self.restarting:
+            return self.restarting.pop(child.rank)
+        for fault in self.at_iteration:
+            if fault.worker == child.rank and child.incarnation == 0:
+                self.at_iteration.remove(fault)
+                return fault.for_s
+        return None

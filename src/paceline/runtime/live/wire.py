@@ -10,10 +10,11 @@ server -> worker     the core's Parameters
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
-from paceline.cluster import Fault
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
 from paceline.core.messages import Members, Parameters, Pull, Push, View
 from paceline.runtime.live.checkpoint import Shard as Entry
@@ -26,9 +27,8 @@ class LiveConfig(Struct, frozen=True):
 
     members: Members
     seed: int
-    cluster: str | None
-    """The scenario whose slowdowns are injected, in its text form, and its faults."""
-    faults: tuple[Fault, ...]
+    cluster: dict[str, Any] | None
+    """The scenario whose slowdowns, slow links and faults are injected, as a table (cluster/files.py)."""
     output: str
     """Where traces go."""
 

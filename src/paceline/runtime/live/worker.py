@@ -68,10 +68,10 @@ class LiveWorker(WorkerCarrier):
         self.pushed: Sequence[Tensor | None] = ()
         """The gradient in it."""
         self.sent_hyper: tuple[Hyper, ...] | None = None
-        self.faults = [f for f in self.config.faults if f.worker == rank and f.at_iteration is not None]
-        if incarnation > 0:
-            self.faults.clear()
-        self.scenario = cluster.load(self.config.cluster) if self.config.cluster is not None else None
+        self.scenario = cluster.from_table(self.config.cluster) if self.config.cluster is not None else None
+        faults = self.scenario.faults if self.scenario is not None and incarnation == 0 else ()
+        self.faults = [f for f in faults if f.worker == rank and f.at_iteration is not None]
+        self.slow_link = self.scenario.link(rank) if self.scenario is not None else None
         if self.scenario is not None:
             self.slowdown = self.scenario.slowdowns(rank, self.config.members.workers, self.config.seed)
         self.pid = os.getpid()
@@ -310,18 +310,25 @@ class LiveWorker(WorkerCarrier):
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
         if self.scenario is not None:
             took = time.monotonic() - started
-            undisturbed = took if self.scenario.compute_s is None else self.scenario.compute_s
+            known = self.scenario.undisturbed_s()
+            undisturbed = took if known is None else known
             remaining = self.slowdown() * undisturbed - took
             if remaining > 0:
                 time.sleep(remaining)
         for fault in [f for f in self.faults if self.machine.iteration >= (f.at_iteration or 0)]:
             self.faults.remove(fault)
-            if fault.kind == "crash":
+            if fault.kind in ("crash", "restart"):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "leave":
                 raise Stopped
             elif fault.kind == "pause":
                 time.sleep(fault.for_s)
+        self.pass_slow_link()
+
+    def pass_slow_link(self) -> None:
+        """A scenario's slow connection: a gradient takes its time on it before it is pushed, an answer after."""
+        if self.slow_link is not None:
+            time.sleep(self.slow_link.seconds(sum(self.slice_bytes)))
 
     def log(self, values: dict[str, float]) -> None:
         started = hasattr(self, "machine")

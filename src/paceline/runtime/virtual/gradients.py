@@ -3,27 +3,97 @@
 A virtual computation takes no time of its own: when it starts, the parameters it read and the samples it was
 dealt are put aside, and its gradient is worked out when a shard first needs it. By then most other workers
 have started theirs too, so all outstanding ones are computed in one `torch.func.vmap` call, which for a small
-model costs little more than one of them alone.
+model costs little more than one of them alone. `Batched` does that, `OneByOne` is the plain loop: what cannot be
+batched (batch norm in training, recurrent layers, control flow that looks at values) is computed by it.
+
+Random layers (dropout) draw from a generator seeded by the run and the call, so equal seeds give equal runs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline.core.messages import Handle
+from paceline.errors import PacelineError
 from paceline.tensors.layout import Layout
-from paceline.workloads.base import Workload
+from paceline.workloads.base import Workload, in_dtype
 
 AT_ONCE = 256
+TRACED_AT = 30
+"""How often a number of gradients must come up before it is worth tracing, which takes a tenth of a second."""
+TRACES = 16
+"""Traces kept at most."""
 Key = tuple[int, int, int]
 """(source, incarnation, iteration): the part of a handle that all shards share."""
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(parameters, inputs, targets), a row each -> gradients, a row each."""
+
+
+class Batched:
+    """All gradients in one go, for a module and a loss that `vmap` understands.
+
+    The overhead of `vmap` is that of some hundred calls of Python. A number of rows that comes up again and again,
+    as under BSP, is therefore traced once into a plain list of tensor operations.
+    """
+
+    def __init__(self, workload: Workload, module: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+
+        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return workload.loss(functional_call(module, parameters, (x,)), y)
+
+        self.gradients = vmap(grad(loss), randomness="different")
+        self.met: Counter[int] = Counter()
+        self.traced: dict[int, Compute] = {}
+
+    def __call__(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        rows = len(parameters)
+        self.met[rows] += 1
+        if self.met[rows] == TRACED_AT and len(self.traced) < TRACES:
+            # A function of its own: a bound method would be traced with `self` as one more argument.
+            self.traced[rows] = make_fx(lambda p, x, y: self.compute(p, x, y))(parameters, x, y)
+        return self.traced.get(rows, self.compute)(parameters, x, y)
+
+    def compute(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        rows, start, named = len(parameters), 0, {}
+        for entry in self.layout.entries:
+            named[entry.name] = parameters[:, start : start + entry.numel].view(rows, *entry.shape)
+            start += entry.numel
+        found = self.gradients(named, x, y)
+        return torch.cat([found[entry.name].reshape(rows, -1) for entry in self.layout.entries], 1)
+
+
+class OneByOne:
+    """One gradient after the other, as a training script would compute them."""
+
+    def __init__(self, workload: Workload, module: nn.Module, layout: Layout) -> None:
+        self.workload = workload
+        self.module = module
+        self.layout = layout
+        named = dict(module.named_parameters())
+        self.trained: list[Tensor] = [named[entry.name] for entry in layout.entries]
+
+    def __call__(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        gradients = torch.zeros_like(parameters)
+        for flat, inputs, targets, row in zip(parameters, x, y, gradients, strict=True):
+            with torch.no_grad():
+                torch._foreach_copy_(self.trained, self.layout.views(flat))
+            loss = self.workload.loss(self.module(inputs), targets)
+            found = torch.autograd.grad(loss, self.trained, allow_unused=True)
+            for view, gradient in zip(self.layout.views(row), found, strict=True):
+                if gradient is not None:
+                    view.copy_(gradient)
+        return gradients
 
 
 @dataclass
@@ -38,20 +108,26 @@ class Pending:
 
 
 class Gradients:
-    def __init__(self, workload: Workload, layout: Layout, shards: list[slice]) -> None:
-        self.module = workload.module(0, layout.torch_dtype)
-        self.layout = layout
+    """Orders taken, gradients handed out. `clip` bounds the norm of each whole gradient."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        module: nn.Module,
+        layout: Layout,
+        shards: list[slice],
+        seed: int = 0,
+        clip: float | None = None,
+    ) -> None:
+        self.name = workload.name
         self.shards = shards
-        self.x, self.y = (
-            tensor.to(layout.torch_dtype) if tensor.is_floating_point() else tensor for tensor in workload.train
-        )
+        self.seed = seed
+        self.clip = clip
+        self.calls = 0
+        self.x, self.y = (in_dtype(tensor, layout.torch_dtype) for tensor in workload.train)
         self.pending: dict[Key, Pending] = {}
-
-        def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            output = functional_call(self.module, layout.named(flat), (x,))
-            return workload.loss(output, y)
-
-        self.batched = vmap(grad(loss), randomness="different")
+        self.one_by_one: Compute = OneByOne(workload, module, layout)
+        self.compute: Compute = Batched(workload, module, layout)
 
     def order(self, key: Key, parameters: Tensor, samples: NDArray[np.int64]) -> None:
         self.pending[key] = Pending(parameters, samples, len(self.shards))
@@ -82,6 +158,33 @@ class Gradients:
             batch = outstanding[first : first + AT_ONCE]
             samples = torch.from_numpy(np.stack([pending.samples for pending in batch]))
             parameters = torch.stack([pending.parameters for pending in batch])
-            gradients = self.batched(parameters, self.x[samples], self.y[samples])
+            gradients = self._gradients(parameters, self.x[samples], self.y[samples])
+            if self.clip is not None:
+                clip_rows(gradients, self.clip)
             for pending, gradient in zip(batch, gradients, strict=True):
                 pending.gradient = gradient
+
+    def _gradients(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed: it writes down the stack for every device there might be, milliseconds a call.
+            torch.default_generator.manual_seed(self.seed * 1_000_003 + self.calls)
+            if self.compute is not self.one_by_one:
+                try:
+                    return self.compute(parameters, x, y)
+                except Exception:
+                    # It cannot be batched, or it cannot be computed at all: then the plain loop says why.
+                    self.compute = self.one_by_one
+            try:
+                return self.compute(parameters, x, y)
+            except Exception as error:
+                said = " ".join(str(error).split())
+                raise PacelineError(
+                    f"the module or the loss of {self.name} failed: {type(error).__name__}: {said}"
+                ) from error
+
+
+def clip_rows(gradients: Tensor, most: float) -> None:
+    """Scale each row whose norm is above `most` down to it, as torch.nn.utils.clip_grad_norm_ does."""
+    norms = torch.linalg.vector_norm(gradients, dim=1)
+    gradients.mul_((most / (norms + 1e-6)).clamp(max=1.0).unsqueeze(1))

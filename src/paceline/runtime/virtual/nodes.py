@@ -79,6 +79,10 @@ class VirtualWorker(WorkerCarrier):
         self.duration: Callable[[], float] = simulation.cluster.durations(
             rank, simulation.members.workers, simulation.seed
         )
+        link = simulation.cluster.link(rank)
+        self.up = Wire(link.latency_s, link.bandwidth) if link is not None else None
+        self.down = Wire(link.latency_s, link.bandwidth) if link is not None else None
+        """The two directions of its own connection, if it is worse than the servers'."""
         self.parameters = self._fresh()
         """What has been pulled for the next iteration. Never written after the computation has started."""
         self.computing: Compute | None = None
@@ -94,8 +98,18 @@ class VirtualWorker(WorkerCarrier):
     def receive(self, parameters: Parameters, values: Tensor, arrival: float) -> None:
         """Take a slice that a server sends now; it has arrived whole at `arrival`."""
         self.parameters[self.simulation.shards[parameters.shard]] = values
-        event = ParametersArrived(arrival, parameters)
-        self.simulation.engine.at(arrival, MESSAGE, lambda: self.tell(event))
+        engine = self.simulation.engine
+        down = self.down
+        if down is None:
+            event = ParametersArrived(arrival, parameters)
+            engine.at(arrival, MESSAGE, lambda: self.tell(event))
+            return
+
+        def pass_link() -> None:
+            through = down.arrival(engine.now, self.simulation.slice_bytes[parameters.shard])
+            engine.at(through, MESSAGE, lambda: self.tell(ParametersArrived(through, parameters)))
+
+        engine.at(arrival, MESSAGE, pass_link)
 
     def compute(self, action: Compute) -> None:
         simulation = self.simulation
@@ -106,10 +120,14 @@ class VirtualWorker(WorkerCarrier):
         samples = simulation.dealer.deal(self.rank, action.iteration)
         simulation.gradients.order((self.rank, self.incarnation, action.iteration), self.parameters, samples)
         self.parameters = self._fresh()
-        duration = self.duration()
+        duration = self.compute_s()
         now = simulation.engine.now
         simulation.strike_at_iteration(self, action.iteration, now + 0.5 * duration)
         simulation.engine.at(now + duration, COMPUTE, lambda: self.finish(action))
+
+    def compute_s(self) -> float:
+        """How long the computation that starts now takes."""
+        return self.duration()
 
     def finish(self, action: Compute) -> None:
         engine = self.simulation.engine
@@ -127,4 +145,10 @@ class VirtualWorker(WorkerCarrier):
             self.simulation.gradients.cancel((self.rank, self.incarnation, self.computing.iteration))
 
     def send(self, action: Send) -> None:
-        self.simulation.servers[action.to.rank].receive(action.message)
+        server, message = self.simulation.servers[action.to.rank], action.message
+        if self.up is None:
+            server.receive(message)
+        else:
+            engine = self.simulation.engine
+            nbytes = message.handle.nbytes if isinstance(message, Push) else 0
+            engine.at(self.up.arrival(engine.now, nbytes), MESSAGE, lambda: server.receive(message))

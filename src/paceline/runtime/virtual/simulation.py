@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.cluster import Cluster, Fault
 from paceline.core.events import ViewChanged
@@ -18,6 +19,7 @@ from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority, Seat
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.gradients import Gradients
+from paceline.runtime.virtual.layerwise import LayerwiseWorker
 from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
 from paceline.tensors.layout import flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
@@ -43,6 +45,8 @@ class Plan:
     target: Target | None = None
     batch: int | None = None
     dtype: torch.dtype = torch.float32
+    by_layer: bool = False
+    """Workers read and push layer by layer; a server for each layer."""
 
 
 class Simulation:
@@ -56,13 +60,18 @@ class Simulation:
         self.engine = Engine()
         self.authority = Authority()
         self.module = plan.workload.module(plan.seed, plan.dtype)
-        named = [(name, parameter, 0) for name, parameter in self.module.named_parameters()]
-        self.layout = layout_of(named)
+        named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
+        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders)
+        plan.optimizer.check(self.layout)
+        self.names = {name for name, _, _ in named}
         self.flat = self.layout.empty()
-        flatten([parameter for _, parameter, _ in named], self.layout.views(self.flat))
+        self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
+        flatten(self.trained, self.layout.views(self.flat))
         self.shards = self.layout.slices(plan.members.servers)
         self.slice_bytes = self.layout.slice_bytes(plan.members.servers)
-        self.gradients = Gradients(plan.workload, self.layout, self.shards)
+        self.gradients = Gradients(
+            plan.workload, self.module, self.layout, self.shards, plan.seed, plan.optimizer.extras.clip
+        )
         batch = plan.batch or plan.workload.batch
         self.dealer = Dealer(len(plan.workload.train[0]), plan.members.workers, batch, plan.seed)
         self.trace = Trace(Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), [])
@@ -111,14 +120,28 @@ class Simulation:
             time_s=self.engine.now,
             target=self.plan.target,
             time_to_target_s=self.reached_s,
+            others=self.others(),
+            average=self.average(),
+            layers=tuple(name for name, _ in self.layout.units()) if self.plan.by_layer else (),
         )
+
+    def others(self) -> dict[str, Tensor]:
+        """What the model holds besides what is trained: frozen parameters and buffers."""
+        held = self.module.state_dict()
+        return {name: value.clone() for name, value in held.items() if name not in self.names}
+
+    def average(self) -> dict[str, Tensor]:
+        """The moving average of the parameters, if there is one."""
+        parts = [server.optimizer.average for server in self.servers]
+        known = [part for part in parts if part is not None]
+        return self.layout.named(torch.cat(known)) if known else {}
 
     # Membership and faults.
 
     def admit(self, ranks: list[int]) -> None:
         joining = {rank: self.authority.next_incarnation(rank) for rank in ranks}
         for rank, incarnation in joining.items():
-            worker = VirtualWorker(self, rank, incarnation)
+            worker = (LayerwiseWorker if self.plan.by_layer else VirtualWorker)(self, rank, incarnation)
             machine = self.plan.policy.machine("worker", rank, self.members, self.seed)
             machine.checks = True
             worker.seat = Seat(Node("worker", rank), incarnation, machine, worker, self.record)
@@ -168,6 +191,9 @@ class Simulation:
             return
         elif fault.kind == "crash":
             self.lose(worker)
+        elif fault.kind == "restart":
+            self.lose(worker)
+            self.engine.at(self.engine.now + fault.for_s, FAULT, lambda: self.strike(Fault("join", fault.worker)))
         elif fault.kind == "leave":
             self.leave(worker)
         else:
@@ -184,8 +210,7 @@ class Simulation:
     def evaluate(self) -> None:
         self.evaluated_at = min(server.consumed for server in self.servers)
         with torch.no_grad():
-            for parameter, value in zip(self.module.parameters(), self.layout.views(self.flat), strict=True):
-                parameter.copy_(value)
+            torch._foreach_copy_(self.trained, self.layout.views(self.flat))
         measured = self.plan.workload.evaluate(self.module)
         point = Point(self.engine.now, self.servers[0].updates, measured["loss"], measured["accuracy"])
         self.history.append(point)

@@ -1,0 +1,158 @@
+"""Scenarios as text and as TOML, and back: what a file says, what a command line says, what a live run's processes
+are told.
+
+    model = "random-slowdown"        # any model with its parameters, as in the text form
+    factor = 6
+    compute_s = 0.02
+
+    [[slowdown]]                     # more of them; the factors multiply
+    model = "one-slow"
+    factor = 3
+    from_iteration = 100
+
+    [[link]]                         # workers whose own connection is slow
+    workers = [2, 3]
+    bandwidth = 1e6
+
+    [[fault]]
+    kind = "crash"                   # crash, leave, join, pause (for_s), restart (for_s)
+    worker = 2
+    at_s = 3.0                       # or at_iteration = 40
+
+docs/scenarios.md has every key. A short name means one of paceline's own files (`scenarios/`), whose top-level keys
+may be changed as in `noisy-neighbours:compute_s=0.02`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from paceline.cluster import happenings
+from paceline.cluster.happenings import Fault, Link
+from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
+from paceline.core import spec
+from paceline.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "scenarios"
+TABLES = ("slowdown", "link", "fault")
+
+
+class When(Struct, frozen=True):
+    """The keys of a [[slowdown]] that are not its model's."""
+
+    workers: tuple[int, ...] | None = None
+    from_iteration: int = 0
+    until_iteration: int | None = None
+
+
+def bundled() -> dict[str, Path]:
+    """paceline's own scenarios, by short name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def load(cluster: str | Cluster) -> Cluster:
+    """A cluster from its text form, a TOML file or a short name; a cluster object is returned as it is."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if not isinstance(cluster, str):
+        raise ConfigError(f"a cluster is a text like 'one-slow:factor=4', a .toml file or a Cluster, got {cluster!r}")
+    if cluster.endswith(".toml"):
+        return read(Path(cluster))
+    name, arguments = spec.split(cluster)
+    own = bundled()
+    if name in CATALOGUE:
+        return spec.build(CATALOGUE[name], arguments)
+    if name in own:
+        return read(own[name], arguments)
+    near = get_close_matches(name, [*CATALOGUE, *own], n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown cluster {name!r}{hint} (models: {', '.join(CATALOGUE)}; scenarios: {', '.join(own)})")
+
+
+def read(path: Path, changes: Mapping[str, str] | None = None) -> Cluster:
+    """A cluster from a TOML file."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the scenario {str(path)!r}: {reason}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the scenario {str(path)!r} is not TOML: {error}") from None
+    try:
+        return from_table({**table, **(changes or {})}, path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"the scenario {str(path)!r}: {error}") from None
+
+
+def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
+    """A cluster from a table as in a TOML file. Files it names are looked for in `folder`."""
+    rest = dict(table)
+    lists = {name: _tables(rest.pop(name, []), name) for name in TABLES}
+    model = _model(rest, folder)
+    return dataclasses.replace(
+        model,
+        faults=tuple(happenings.read(Fault, each, f"[[fault]] {n}") for n, each in enumerate(lists["fault"], 1)),
+        links=tuple(happenings.read(Link, each, f"[[link]] {n}") for n, each in enumerate(lists["link"], 1)),
+        also=tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1)),
+    )
+
+
+def to_table(cluster: Cluster) -> dict[str, Any]:
+    """The table `from_table` reads: what a live run's processes are told."""
+    table: dict[str, Any] = {"model": cluster.name}
+    for field in spec.text_fields(cluster):
+        value = getattr(cluster, field.name)
+        if value is not None:
+            table[field.name] = list(value) if isinstance(value, tuple) else value
+    table["fault"] = [msgspec.to_builtins(fault) for fault in cluster.faults]
+    table["link"] = [msgspec.to_builtins(link) for link in cluster.links]
+    table["slowdown"] = []
+    for slowdown in cluster.also:
+        when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
+        model = {key: value for key, value in to_table(slowdown.model).items() if key not in TABLES}
+        table["slowdown"].append({**model, **msgspec.to_builtins(when)})
+    for each in table["fault"] + table["link"] + table["slowdown"]:
+        for key in [key for key, value in each.items() if value is None or value == math.inf]:
+            del each[key]
+    return table
+
+
+def _tables(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ConfigError(f"{name} must be a list of tables: write [[{name}]] above each")
+    return value
+
+
+def _model(table: dict[str, Any], folder: Path | None) -> Cluster:
+    name = table.pop("model", "steady")
+    if not isinstance(name, str) or name not in CATALOGUE:
+        raise ConfigError(f"unknown cluster {name!r} (known: {', '.join(CATALOGUE)})")
+    if folder is not None and isinstance(table.get("file"), str):
+        table["file"] = str((folder / table["file"]).resolve())
+    return spec.build(CATALOGUE[name], {key: _as_text(value) for key, value in table.items()})
+
+
+def _slowdown(table: Mapping[str, Any], number: int, folder: Path | None) -> Slowdown:
+    label = f"[[slowdown]] {number}"
+    keys = When.__struct_fields__
+    when = happenings.read(When, {key: value for key, value in table.items() if key in keys}, label)
+    try:
+        model = _model({key: value for key, value in table.items() if key not in keys}, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from None
+    return Slowdown(model, when.workers, when.from_iteration, when.until_iteration)
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, list):
+        return ":".join(_as_text(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

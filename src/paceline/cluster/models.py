@@ -1,0 +1,225 @@
+"""How fast the workers are: models that draw a slowdown factor for each iteration of each worker.
+
+`compute_s` is the time of one undisturbed iteration; a model multiplies it by a factor drawn anew for each
+iteration. Without it a live run slows each iteration down by the factor, whatever it takes. Draws come from a
+generator seeded by (seed, worker), so the n-th iteration of a worker takes equally long in both runtimes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import ClassVar
+
+import numpy as np
+
+from paceline.cluster.happenings import Fault, Link, check_fault, check_workers
+from paceline.cluster.recorded import durations_in
+from paceline.core.spec import Spec, parameter
+from paceline.errors import ConfigError
+
+BLOCK = 64
+VIRTUAL_COMPUTE_S = 0.1
+WORKER_STREAM = 1
+
+
+@dataclass(frozen=True)
+class Cluster(Spec):
+    """Everybody equally fast, on a good network: the base of all scenarios."""
+
+    name: ClassVar[str] = "steady"
+    kind: ClassVar[str] = "cluster"
+
+    compute_s: float | None = parameter(
+        None, low=0, doc="seconds one undisturbed iteration takes; if none, 0.1 in virtual time, live its own time"
+    )
+    latency_s: float = parameter(0.0005, low=0, doc="seconds a message travels (virtual)")
+    bandwidth: float = parameter(1.25e9, low=1, doc="bytes a server moves per second and direction (virtual)")
+    detect_s: float = parameter(0.2, low=0, doc="seconds until the loss of a worker is noticed (virtual)")
+    faults: tuple[Fault, ...] = dataclasses.field(default=(), kw_only=True)
+    links: tuple[Link, ...] = dataclasses.field(default=(), kw_only=True)
+    """Workers whose own connection is worse than the servers'."""
+    also: tuple[Slowdown, ...] = dataclasses.field(default=(), kw_only=True)
+    """Further slowdowns; the factors multiply."""
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        """The slowdown factors of one worker, iteration after iteration."""
+        while True:
+            yield 1.0
+
+    def undisturbed_s(self) -> float | None:
+        """Seconds one undisturbed iteration takes, if the scenario knows."""
+        return self.compute_s
+
+    def durations(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
+        """A function that gives how long the worker's next iteration takes."""
+        slowdown, known = self.slowdowns(worker, workers, seed), self.undisturbed_s()
+        compute_s = VIRTUAL_COMPUTE_S if known is None else known
+        return lambda: compute_s * slowdown()
+
+    def slowdowns(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
+        """A function that gives how many times slower the worker's next iteration is."""
+        random = np.random.Generator(np.random.PCG64([seed, WORKER_STREAM, worker]))
+        factors = self.factors(worker, workers, random)
+        for index, slowdown in enumerate(self.also, 1):
+            random = np.random.Generator(np.random.PCG64([seed, WORKER_STREAM, worker, index]))
+            factors = _product(factors, slowdown.factors(worker, workers, random))
+        return factors.__next__
+
+    def link(self, worker: int) -> Link | None:
+        """The connection of this worker, if it has one of its own. The last that names it counts."""
+        return next((link for link in reversed(self.links) if worker in link.workers), None)
+
+    def validate(self, workers: int) -> None:
+        """Raise `ConfigError` if a fault, a link or a slowdown names a worker that cannot be."""
+        for fault in self.faults:
+            check_fault(fault, workers)
+        for link in self.links:
+            check_workers("link", link.workers, workers)
+        for slowdown in self.also:
+            slowdown.model.validate(workers)
+            check_workers("slowdown", slowdown.workers or (), workers)
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A model for some workers and some iterations only."""
+
+    model: Cluster
+    workers: tuple[int, ...] | None = None
+    """Whom it slows down; everybody if none."""
+    from_iteration: int = 0
+    until_iteration: int | None = None
+    """The first iteration that is undisturbed again; never if none."""
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        concerned = self.workers is None or worker in self.workers
+        for iteration, factor in enumerate(self.model.factors(worker, workers, random)):
+            over = self.until_iteration is not None and iteration >= self.until_iteration
+            yield factor if concerned and iteration >= self.from_iteration and not over else 1.0
+
+
+def _product(first: Iterator[float], second: Iterator[float]) -> Iterator[float]:
+    for a, b in zip(first, second, strict=True):
+        yield a * b
+
+
+@dataclass(frozen=True)
+class Factors(Cluster):
+    """Constant factors: worker w takes factors[w] times as long, always."""
+
+    name: ClassVar[str] = "factors"
+    by_worker: tuple[float, ...] = parameter(
+        (1.0,), low=0, doc="a factor for each worker, as 1:1:4; repeated when there are more workers"
+    )
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        while True:
+            yield self.by_worker[worker % len(self.by_worker)]
+
+
+@dataclass(frozen=True)
+class OneSlow(Cluster):
+    """One worker slower than the others, for good."""
+
+    name: ClassVar[str] = "one-slow"
+    factor: float = parameter(4.0, low=0, doc="how many times slower it is")
+    worker: int = parameter(0, low=0, doc="which one")
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        while True:
+            yield self.factor if worker == self.worker else 1.0
+
+    def validate(self, workers: int) -> None:
+        super().validate(workers)
+        if self.worker >= workers:
+            raise ConfigError(f"one-slow:worker={self.worker}: workers are 0 to {workers - 1}")
+
+
+@dataclass(frozen=True)
+class RandomSlowdown(Cluster):
+    """Each iteration of each worker is `factor` times slower with some probability (Hop, 003, 7.3.1)."""
+
+    name: ClassVar[str] = "random-slowdown"
+    factor: float = parameter(6.0, low=0, doc="how many times slower a slow iteration is")
+    probability: float | None = parameter(None, low=0, high=1, doc="of an iteration being slow; 1/workers if none")
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        probability = 1.0 / workers if self.probability is None else self.probability
+        while True:
+            for draw in random.random(BLOCK).tolist():
+                yield self.factor if draw < probability else 1.0
+
+
+@dataclass(frozen=True)
+class LogNormal(Cluster):
+    """Log-normal iteration times with median 1."""
+
+    name: ClassVar[str] = "lognormal"
+    sigma: float = parameter(0.5, low=0, doc="standard deviation of the logarithm")
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        while True:
+            yield from np.exp(self.sigma * random.standard_normal(BLOCK)).tolist()
+
+
+@dataclass(frozen=True)
+class Pareto(Cluster):
+    """Heavy tails: P(factor > x) = x ** -shape for x >= 1."""
+
+    name: ClassVar[str] = "pareto"
+    shape: float = parameter(2.0, low=0.1, doc="the smaller, the heavier the tail")
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        while True:
+            yield from (1.0 + random.pareto(self.shape, BLOCK)).tolist()
+
+
+@dataclass(frozen=True)
+class Bursts(Cluster):
+    """Slow spells: now and then a worker becomes slow and stays so for a while (a noisy neighbour, a hot CPU)."""
+
+    name: ClassVar[str] = "bursts"
+    factor: float = parameter(4.0, low=0, doc="how many times slower an iteration of a slow spell is")
+    probability: float = parameter(0.02, low=0, high=1, doc="of a spell beginning with an iteration")
+    length: float = parameter(20.0, low=1, doc="iterations a spell takes, in the mean")
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        slow = False
+        while True:
+            for draw in random.random(BLOCK).tolist():
+                slow = draw >= 1 / self.length if slow else draw < self.probability
+                yield self.factor if slow else 1.0
+
+
+@dataclass(frozen=True)
+class Replay(Cluster):
+    """What was recorded: each iteration takes as long as it took in a run's trace, over and over."""
+
+    name: ClassVar[str] = "replay"
+    file: str | None = parameter(None, doc="a trace.jsonl, or the folder of a run that has one")
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        recorded = durations_in(self.file)
+        median = self._median()
+        mine = recorded[worker % len(recorded)]
+        yield from (seconds / median for seconds in cycle(mine))
+
+    def undisturbed_s(self) -> float:
+        """The median of all that was recorded, unless `compute_s` says otherwise: then all is scaled to it."""
+        return self._median() if self.compute_s is None else self.compute_s
+
+    def _median(self) -> float:
+        return statistics.median(seconds for mine in durations_in(self.file) for seconds in mine)
+
+    def validate(self, workers: int) -> None:
+        super().validate(workers)
+        durations_in(self.file)
+
+
+CATALOGUE: dict[str, type[Cluster]] = {
+    cluster.name: cluster for cluster in (Cluster, Factors, OneSlow, RandomSlowdown, LogNormal, Pareto, Bursts, Replay)
+}

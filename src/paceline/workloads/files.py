@@ -1,0 +1,49 @@
+"""Data files: where they may lie, and how idx files are read.
+
+The environment variable PACELINE_DATA names a folder: it, or its sub-folder of the data set's name, has the files.
+Without the variable it is the folder where Debian's package puts them. Nothing is ever downloaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+
+VARIABLE = "PACELINE_DATA"
+SYSTEM = Path("/usr/share/datasets")
+UNSIGNED_BYTES = 8
+"""The type of values in an idx file, its third byte: the only one MNIST and its kin use."""
+
+
+def folders(name: str) -> list[Path]:
+    """Where the files of a data set may lie, the likeliest last."""
+    chosen = os.environ.get(VARIABLE)
+    return [Path(chosen, name), Path(chosen)] if chosen else [SYSTEM / name]
+
+
+def find(file: str, places: list[Path]) -> Path | None:
+    """The file, packed or not, in the first folder that has it."""
+    candidates = (folder / name for folder in places for name in (file, f"{file}.gz"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_idx(path: Path) -> Tensor:
+    """An idx file, packed or not: its fourth byte counts the dimensions, then come their sizes, then the values."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
+    dimensions = raw[3] if len(raw) > 4 and raw[:3] == bytes([0, 0, UNSIGNED_BYTES]) else 0
+    start = 4 + 4 * dimensions
+    shape = struct.unpack_from(f">{dimensions}i", raw, 4) if len(raw) >= start else ()
+    if not dimensions or len(raw) - start != math.prod(shape):
+        raise ConfigError(f"{str(path)!r} is not a whole idx file of bytes")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).reshape(shape)

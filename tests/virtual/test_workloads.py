@@ -1,0 +1,308 @@
+"""The workloads learn, read their data, and say in one line what is wrong with a user's own."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline import cli, simulate, workloads
+from paceline.errors import ConfigError, PacelineError
+from paceline.runtime.virtual.gradients import Batched, Gradients, OneByOne
+from paceline.tensors.layout import flatten, layout_of
+from paceline.workloads.base import Workload
+
+LEARNS = {"digits-mlp": 0.85, "digits-cnn": 0.9, "svm": 0.7}
+"""Accuracy after 150 iterations of 4 workers."""
+
+
+@pytest.fixture(autouse=True)
+def no_data_folder(monkeypatch) -> None:
+    monkeypatch.delenv("PACELINE_DATA", raising=False)
+
+
+@pytest.mark.parametrize("name", LEARNS)
+@pytest.mark.parametrize("policy", ["bsp", "ssp:staleness=3"])
+def test_a_bundled_workload_learns(name: str, policy: str) -> None:
+    run = simulate(name, policy, workers=4, servers=2, iterations=150)
+    assert run.history[-1].accuracy > LEARNS[name]
+    assert run.history[-1].loss < 0.9 * run.history[0].loss
+
+
+def test_matrix_factorization_learns_and_says_what_it_used(capsys, tmp_path) -> None:
+    path = tmp_path / "out.json"
+    line = f"simulate --policy bsp --workload matrix-factorization --workers 8 --iterations 150 --json {path}"
+    assert cli.run(line.split()) == 0
+    assert "data: 12000 synthetic low-rank ratings" in capsys.readouterr().out
+    assert '"data": "12000 synthetic low-rank ratings"' in path.read_text()
+    run = simulate("matrix-factorization", workers=8, iterations=150)
+    assert run.history[-1].loss < 0.5 * run.history[0].loss
+
+
+def test_matrix_factorization_reads_movielens(monkeypatch, tmp_path) -> None:
+    folder = tmp_path / "ml-100k"
+    folder.mkdir()
+    lines = [
+        f"{user * 10}\t{film * 7}\t{1 + (user + film) % 5}\t88125094{user}" for user in range(9) for film in range(8)
+    ]
+    (folder / "u.data").write_text("\n".join(lines) + "\n")
+    monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
+    workload = workloads.load("matrix-factorization")
+    assert workload.data == f"72 ratings of {folder / 'u.data'}"
+    assert len(workload.train[0]) + len(workload.test[0]) == 72
+    module = workload.module(0)
+    assert module.user.weight.shape[0] == 9, "users are numbered anew, without gaps"
+    assert module.film.weight.shape[0] == 8
+    assert sorted(set(workload.train[1].tolist())) == [1, 2, 3, 4, 5]
+    (folder / "u.data").write_text("1\t2\tthree\t4\n")
+    with pytest.raises(ConfigError, match=r"u\.data:1 is not 'user film rating time'"):
+        workloads.load("matrix-factorization")
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    raw = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}i", *values.shape) + values.tobytes()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+def write_fashion(folder: Path, suffix: str = "") -> None:
+    random = np.random.default_rng(0)
+    for part, count in (("train", 64), ("t10k", 20)):
+        images = random.integers(0, 255, (count, 28, 28), dtype=np.uint8)
+        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", random.integers(0, 10, count, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("sub", ["", "fashion-mnist"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_fashion_reads_idx_files_and_trains(monkeypatch, tmp_path, suffix: str, sub: str) -> None:
+    monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
+    (tmp_path / sub).mkdir(exist_ok=True)
+    write_fashion(tmp_path / sub, suffix)
+    workload = workloads.load("fashion-cnn")
+    assert workload.train[0].shape == (64, 1, 28, 28)
+    assert 0.99 < workload.train[0].max() <= 1
+    run = simulate(workload, "bsp", workers=2, batch=8, iterations=30, optimizer="sgd:lr=0.1")
+    assert run.history[-1].loss != run.history[0].loss
+
+
+def test_fashion_without_data_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
+    assert cli.run(["simulate", "--workload", "fashion-cnn"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "apt-get install dataset-fashion-mnist" in err
+    assert str(tmp_path) in err
+
+
+def test_fashion_files_that_are_cut_short_or_do_not_belong_together(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
+    write_fashion(tmp_path)
+    labels = tmp_path / "train-labels-idx1-ubyte"
+    whole = labels.read_bytes()
+    labels.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match="not a whole idx file"):
+        workloads.load("fashion-cnn")
+    write_idx(labels, np.zeros(3, np.uint8))
+    with pytest.raises(ConfigError, match="do not belong together"):
+        workloads.load("fashion-cnn")
+
+
+# Gradients: batched or not, they are the same.
+
+
+def gradients_of(
+    workload: Workload, rows: int, compute: type[Batched] | type[OneByOne], times: int = 1
+) -> torch.Tensor:
+    module = workload.module(0, torch.float64)
+    layout = layout_of((name, value, 0) for name, value in module.named_parameters())
+    flat = layout.empty()
+    flatten(list(module.parameters()), layout.views(flat))
+    generator = torch.Generator().manual_seed(1)
+    parameters = flat + 0.01 * torch.randn(rows, layout.numel, generator=generator, dtype=torch.float64)
+    samples = torch.randint(0, len(workload.train[0]), (rows, 5), generator=generator)
+    x, y = (t.double() if t.is_floating_point() else t for t in (part[samples] for part in workload.train))
+    made = compute(workload, module, layout)
+    for _ in range(times):
+        found = made(parameters, x, y)
+    return found
+
+
+@pytest.mark.parametrize("name", ["digits-mlp", "digits-cnn", "svm", "matrix-factorization", "quadratic"])
+def test_batched_gradients_are_those_of_the_plain_loop(name: str) -> None:
+    workload = workloads.load(name)
+    plain = gradients_of(workload, 3, OneByOne)
+    assert torch.allclose(gradients_of(workload, 3, Batched), plain, atol=1e-12)
+    assert torch.allclose(gradients_of(workload, 3, Batched, times=31), plain, atol=1e-12), "traced"
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def digits_with(make_module) -> Workload:
+    digits = workloads.load("digits-mlp")
+    return Workload("other", make_module, digits.loss, digits.train, digits.test, 32, "sgd:lr=0.1")
+
+
+def test_what_cannot_be_batched_is_computed_one_by_one() -> None:
+    run = simulate(digits_with(Normed), "bsp", workers=4, iterations=60)
+    assert run.history[-1].accuracy > 0.8, "evaluated with the running statistics"
+    assert run.others["body.1.num_batches_tracked"] >= 200
+    assert not torch.equal(run.others["body.1.running_mean"], torch.zeros(16))
+
+
+def test_evaluating_changes_nothing() -> None:
+    workload = digits_with(Normed)
+    module = workload.module(0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    workload.evaluate(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.training
+
+
+def test_dropout_is_the_same_for_the_same_seed_only() -> None:
+    workload = digits_with(lambda: nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 10)))
+    finals = []
+    for other, seed in enumerate((0, 0, 1)):
+        torch.manual_seed(other)  # what the program drew before is no matter
+        finals.append(simulate(workload, "asp", workers=3, iterations=10, seed=seed).parameters)
+    assert torch.equal(finals[0]["0.weight"], finals[1]["0.weight"])
+    assert not torch.equal(finals[0]["0.weight"], finals[2]["0.weight"])
+
+
+def test_a_module_that_fails_is_one_line() -> None:
+    with pytest.raises(PacelineError, match="the module or the loss of other failed: RuntimeError: mat1 and mat2"):
+        compute_on(digits_with(lambda: nn.Linear(63, 10)))
+
+
+def compute_on(workload: Workload) -> None:
+    module = workload.module(0)
+    layout = layout_of((name, value, 0) for name, value in module.named_parameters())
+    gradients = Gradients(workload, module, layout, layout.slices(1))
+    gradients.order((0, 0, 0), torch.zeros(layout.numel), np.arange(4))
+    gradients._compute()
+
+
+# A user's own.
+
+MINE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(200, 5, generator=generator)
+
+class MyWorkload:
+    batch = 16
+    optimizer = "sgd:lr=0.2"
+
+    def __init__(self):
+        self.train = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def make_module(self):
+        return nn.Linear(5, 2)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+
+class Regression(MyWorkload):
+    def __init__(self):
+        self.train = (x, x.sum(1, keepdim=True))
+        self.test = (x[:50], x[:50].sum(1, keepdim=True))
+
+    def make_module(self):
+        return nn.Linear(5, 1)
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+
+class NoLoss:
+    train = (x, x)
+    make_module = MyWorkload.make_module
+
+class SumLoss(MyWorkload):
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+class WrongShape(MyWorkload):
+    def make_module(self):
+        return nn.Linear(4, 2)
+
+class BigBatch(MyWorkload):
+    batch = 1000
+
+class Odd(MyWorkload):
+    def __init__(self):
+        self.train = (x, x[:3])
+
+def broken():
+    return 1 / 0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_users_own_workload_in_compare_and_live(mine, capsys) -> None:
+    line = f"compare bsp asp --workload {mine}:MyWorkload --workers 2 --iterations 40 --target accuracy=0.85"
+    assert cli.run(line.split()) == 0
+    assert "missed" not in capsys.readouterr().out
+    assert cli.run([*line.split(), "--live"]) == 0
+    assert "missed" not in capsys.readouterr().out
+
+
+def test_metrics_follow_the_targets(mine) -> None:
+    run = simulate(f"{mine}:Regression", workers=2, iterations=60)
+    assert run.history[-1].accuracy is None
+    assert run.history[-1].loss < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "lacks a name: write FILE.py:NAME"),
+        ("Nothing", "there is no Nothing in"),
+        ("NoLoss", "it lacks loss"),
+        ("SumLoss", "must give the mean over the batch"),
+        ("WrongShape", "RuntimeError: mat1 and mat2"),
+        ("BigBatch", "batch=1000 is out of range: 1 to 200"),
+        ("Odd", "as many inputs as targets"),
+        ("broken", "ZeroDivisionError"),
+        ("number", "it lacks make_module, loss, train"),
+    ],
+)
+def test_a_wrong_workload_gets_one_line_and_exit_2(mine, name: str, said: str, capsys) -> None:
+    assert cli.run(["simulate", "--workload", f"{mine}:{name}"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("x = (", "bad.py:1 failed: SyntaxError"), ("\nimport nowhere_at_all", "bad.py:2 failed: Mod")]
+)
+def test_a_file_that_does_not_run_gets_one_line(tmp_path, text: str, said: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        workloads.load(f"{path}:Mine")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="there is no file"):
+        workloads.load(f"{tmp_path}/gone.py:Mine")
