@@ -174,29 +174,29 @@ class CountsAgainstN(UncheckedShard):
 class AppliesDuplicates(UncheckedShard):
     """A push that comes again is used again."""
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         if self.incarnations.get(handle.source) == handle.incarnation and handle.iteration >= self.progress.V:
             self.note_push(handle.source, handle.iteration)
             return True
-        return super().counts(handle, good)
+        return super().counts(handle, good, significance)
 
 
 class DropsDuplicatesOfTheDead(UncheckedShard):
     """A push of a life that is over is dropped each time it comes, though it may be held or applied."""
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         if self.incarnations.get(handle.source) != handle.incarnation:
             self.actions.append(Drop(handle, "a ghost"))
             return False
-        return super().counts(handle, good)
+        return super().counts(handle, good, significance)
 
 
 class AppliesGhosts(UncheckedShard):
     """A push of a worker that has left is applied."""
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         known = self.incarnations.get(handle.source)
-        return super().counts(handle, good) if known == handle.incarnation else bool(self.incarnations)
+        return super().counts(handle, good, significance) if known == handle.incarnation else bool(self.incarnations)
 
 
 class AppliesRejected(UncheckedShard):
@@ -238,8 +238,8 @@ class DropsTheThird(UncheckedShard):
 
     seen = 0
 
-    def counts(self, handle: Handle, good: bool) -> bool:
-        good = super().counts(handle, good)
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
+        good = super().counts(handle, good, significance)
         self.seen += good
         if good and self.seen % 3 == 0:
             self.drop(handle, "bad luck")

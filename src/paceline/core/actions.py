@@ -1,8 +1,8 @@
 """Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
 
 `Apply`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
-`Compute` ends in exactly one `GradientReady`. Each handle that arrives is consumed exactly once, by `Apply`
-or `Drop`.
+`Compute` ends in exactly one `GradientReady`, `SetTimer` in one `TimerFired` while its machine lives. Each
+handle that arrives is consumed exactly once, by `Apply` or `Drop`.
 """
 
 from __future__ import annotations
@@ -58,4 +58,11 @@ class Park(Struct, frozen=True, array_like=True, tag=True):
     waits_for_count: int
 
 
-Action = Compute | Send | Apply | Drop | Answer | Park
+class SetTimer(Struct, frozen=True, array_like=True, tag=True):
+    """Any machine: say `TimerFired(timer)` after so many seconds. It cannot be recalled; a late one is ignored."""
+
+    timer: int
+    after_s: float
+
+
+Action = Compute | Send | Apply | Drop | Answer | Park | SetTimer

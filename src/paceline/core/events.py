@@ -23,10 +23,14 @@ class Restored(Struct, frozen=True, array_like=True, tag=True):
 
 
 class PushArrived(Struct, frozen=True, array_like=True, tag=True):
-    """A shard holds the whole slice of a worker's gradient."""
+    """A shard holds the whole slice of a worker's gradient.
+
+    `significance` is |g| / |w| on that slice, for a policy that wants it (`Gate.wants_significance`).
+    """
 
     at: float
     push: Push
+    significance: float | None = None
 
 
 class PushRejected(Struct, frozen=True, array_like=True, tag=True):
@@ -60,4 +64,13 @@ class GradientReady(Struct, frozen=True, array_like=True, tag=True):
     nbytes: tuple[int, ...]
 
 
-Event = ViewChanged | Restored | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady
+class TimerFired(Struct, frozen=True, array_like=True, tag=True):
+    """The time of a `SetTimer` is over. `timer` is the number it was set under."""
+
+    at: float
+    timer: int
+
+
+Event = (
+    ViewChanged | Restored | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady | TimerFired
+)

@@ -25,6 +25,7 @@ from paceline.core.events import (
     PushArrived,
     PushRejected,
     Restored,
+    TimerFired,
     ViewChanged,
 )
 
@@ -48,6 +49,7 @@ class Machine:
         PullArrived: "on_pull_arrived",
         ParametersArrived: "on_parameters_arrived",
         GradientReady: "on_gradient_ready",
+        TimerFired: "on_timer_fired",
     }
 
     def __init__(self) -> None:

@@ -74,6 +74,12 @@ class Progress:
         self.skipped.pop(self.V, None)
         self.V += 1
 
+    def jump(self, to: int) -> None:
+        """Everything before `to` is over. Nobody may be beyond it; whoever is behind adopts it (a change of policy)."""
+        self.passed.clear()
+        self.skipped.clear()
+        self.V = to
+
     def passed_V(self) -> int:
         return self.passed.get(self.V, 0)
 

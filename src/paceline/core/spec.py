@@ -29,12 +29,20 @@ def parameter(default: Any, *, low: float | None = None, high: float | None = No
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc})
 
 
+def option(default: Any, *, low: float | None = None, high: float | None = None, doc: str) -> Any:
+    """A parameter that most do without: its default is not written in the text form."""
+    metadata = {"low": low, "high": high, "doc": doc, "quiet": True}
+    return dataclasses.field(default=default, kw_only=True, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A named set of parameters with ranges. Making one with a value out of range raises `ConfigError`."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
+    origin: ClassVar[str] = ""
+    """What stands for the name in the text form, if it is not in a catalogue: a file and a class in it."""
 
     def __post_init__(self) -> None:
         types_of = typing.get_type_hints(type(self))
@@ -45,14 +53,20 @@ class Spec:
             check_range(label, value, field)
 
     def __str__(self) -> str:
-        given = [(field.name, getattr(self, field.name)) for field in text_fields(self)]
-        arguments = ",".join(f"{key}={_write(value)}" for key, value in given if value is not None)
-        return f"{self.name}:{arguments}" if arguments else self.name
+        given = [(field, getattr(self, field.name)) for field in text_fields(self)]
+        told = [(field.name, value) for field, value in given if not (is_quiet(field) and value == field.default)]
+        arguments = ",".join(f"{key}={_write(value)}" for key, value in told if value is not None)
+        name = self.origin or self.name
+        return f"{name}:{arguments}" if arguments else name
 
 
 def text_fields(spec: Spec | type[Spec]) -> list[dataclasses.Field[Any]]:
     """The fields that are part of the text form: those declared with `parameter`."""
     return [field for field in dataclasses.fields(spec) if "doc" in field.metadata]
+
+
+def is_quiet(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("quiet"))
 
 
 def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:

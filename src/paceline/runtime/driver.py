@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import Event
 from paceline.core.machine import Machine
 from paceline.core.messages import Node, View
@@ -37,6 +37,8 @@ class Carrier(Protocol):
     def answer(self, action: Answer) -> None: ...
 
     def park(self, action: Park) -> None: ...
+
+    def set_timer(self, action: SetTimer) -> None: ...
 
 
 class WorkerCarrier:
@@ -96,6 +98,8 @@ class Seat:
                     carrier.drop(action)
                 case Park():
                     carrier.park(action)
+                case SetTimer():
+                    carrier.set_timer(action)
                 case _:
                     assert_never(action)
 

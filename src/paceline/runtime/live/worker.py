@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import cluster, policies
-from paceline.core.actions import Compute, Send
-from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
+from paceline.core.actions import Compute, Send, SetTimer
+from paceline.core.events import GradientReady, ParametersArrived, TimerFired, ViewChanged
 from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
 from paceline.core.worker import Worker
@@ -81,6 +81,8 @@ class LiveWorker(WorkerCarrier):
         self.servers: list[Link] = []
         self.outbox: dict[int, list[Push | Pull]] = {}
         self.ordered: Compute | None = None
+        self.timer: tuple[float, int] | None = None
+        """When the worker is to pull, if it rests before: naive waiting."""
         self.epoch_s = time.monotonic()
         self.stopping = False
         self.heard_s = 0.0
@@ -242,6 +244,9 @@ class LiveWorker(WorkerCarrier):
         pull, of the same shard too.
         """
         while self.ordered is None:
+            if self.timer is not None:
+                self.rest(*self.timer)
+                continue
             message = self.servers[min(self.machine.waiting)].wait_for(IDLE_S)
             if message is not None:
                 self.hear_shard(wire.decode_from_shard(message))
@@ -256,6 +261,20 @@ class LiveWorker(WorkerCarrier):
             self.hear_driver()
         if self.stopping:
             raise Stopped
+
+    def rest(self, due: float, timer: int) -> None:
+        """Naive waiting: pull when the time is over. The driver is heard meanwhile."""
+        remaining = due - self.now()
+        if remaining > 0:
+            time.sleep(min(remaining, IDLE_S))
+            if remaining > IDLE_S:
+                self.hear_driver()
+                if self.stopping:
+                    raise Stopped
+        else:
+            self.timer = None
+            self.seat.tell(TimerFired(self.now(), timer))
+            self.flush()
 
     def hear_shard(self, message: wire.Fetched | Parameters) -> None:
         if isinstance(message, wire.Fetched):
@@ -348,6 +367,9 @@ class LiveWorker(WorkerCarrier):
 
     def send(self, action: Send) -> None:
         self.outbox.setdefault(action.to.rank, []).append(action.message)
+
+    def set_timer(self, action: SetTimer) -> None:
+        self.timer = (self.now() + action.after_s, action.timer)
 
 
 def write_gradient(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-FAULT, MESSAGE, COMPUTE = 0, 1, 2
-"""Priorities at equal times: faults strike first, then messages arrive, then computations end."""
+FAULT, MESSAGE, COMPUTE, TIMER = 0, 1, 2, 3
+"""Priorities at equal times: faults strike first, then messages arrive, then computations end, timers fire last."""
 
 Happening = Callable[[], None]
 
