@@ -11,12 +11,14 @@ from typing import Any
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
 from paceline.core.events import ParametersArrived, PullArrived, ViewChanged
+from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress
 from paceline.core.shard import Shard
 from paceline.core.worker import NOT_STARTED, Worker
-from paceline.policies import BSP, SSP, Backup
+from paceline.policies import BSP, DSSP, SSP, Backup, Deadline
+from paceline.policies.dssp import DSSPGate
 
 
 class UncheckedShard(Shard):
@@ -405,3 +407,31 @@ class BackupWaitsForAll(Backup):
 
     def finishes(self, there: int, expected: int, workers: int) -> bool:
         return there >= expected
+
+
+@dataclass(frozen=True)
+class DSSPWithoutALimit(DSSP):
+    """Says `high`, frees as if there were none."""
+
+    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+        return DSSPGate(DSSP(low=self.high + 2, high=self.high + 9))
+
+
+@dataclass(frozen=True)
+class LazierThanLazy(SSP):
+    """Waits for an iteration that the worker itself has yet to push."""
+
+    def freed_at(self, i: int, V: int) -> int:
+        return i + 2
+
+
+@dataclass(frozen=True)
+class DecidesAnew(Deadline):
+    """Not a function of what it is asked: no two who ask agree on V."""
+
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        return there >= expected - (self.calls() % 2)
+
+    def calls(self) -> int:
+        object.__setattr__(self, "n", getattr(self, "n", 0) + 1)
+        return int(self.n)  # type: ignore[attr-defined]

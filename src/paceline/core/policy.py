@@ -48,6 +48,10 @@ class CentralPolicy(Policy):
 
     on_arrival: ClassVar[bool]
 
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__.lower()
+
     def may_pull(self, i: int, V: int) -> bool:
         raise NotImplementedError
 

@@ -266,7 +266,7 @@ class Shard(Machine):
             self.apply(in_rank_order(handles), min(1.0, len(handles) / len(self.incarnations)))
         V = progress.V
         to = max(V, *progress.next.values())
-        self.owing = {worker for worker, at in progress.next.items() if V <= at < to}
+        self.owing |= {worker for worker, at in progress.next.items() if V <= at < to}
         progress.jump(to)
         self.adopt(policy)
         self.parked.clear()

@@ -67,7 +67,12 @@ def parse_mix(text: str) -> Policy:
 
 
 def parse_one(text: str) -> Policy:
-    return own.parse(text) if own.is_own(text) else spec.parse(text, CATALOGUE | REGISTERED, "policy")
+    if own.is_own(text):
+        return own.parse(text)
+    name, arguments = spec.split(text)
+    if name in REGISTERED:
+        return spec.build(REGISTERED[name], arguments)
+    return spec.parse(text, CATALOGUE, "policy")
 
 
 def central(policy: Policy) -> CentralPolicy:

@@ -82,8 +82,6 @@ def check(defined: dict[str, object], name: str, path: Path) -> type[CentralPoli
             raise ConfigError(f"{name} in {str(path)!r} does not say {wanted}: set it to True or False")
     if "__dataclass_fields__" not in vars(cls):
         raise ConfigError(f"{name} in {str(path)!r} is not a dataclass: put @dataclass(frozen=True) on top of it")
-    if not hasattr(cls, "name"):
-        cls.name = name.lower()
     return cls
 
 

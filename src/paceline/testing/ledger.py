@@ -64,6 +64,7 @@ class Ledger:
                 self.rise()
                 self.next = dict.fromkeys(view.members, self.V) | self.next
                 self.parked &= self.next.keys()
+                self.owing &= self.next.keys()
                 for process, pull in self.asked.items():
                     self.promise(process, pull.iteration)
             case TimerFired(timer=timer):
@@ -116,7 +117,7 @@ class Ledger:
         self.policy = policy
         self.switched = True
         to = max(self.V, *self.next.values())
-        self.owing = {process for process, at in self.next.items() if self.V <= at < to}
+        self.owing |= {process for process, at in self.next.items() if self.V <= at < to}
         self.next = {process: max(at, to) for process, at in self.next.items()}
         self.V = self.changed_at = to
 

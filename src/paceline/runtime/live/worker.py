@@ -87,7 +87,7 @@ class LiveWorker(WorkerCarrier):
         self.stopping = False
         self.heard_s = 0.0
         self.fetched: set[str] = set()
-        self.said: dict[int, bytes] = {}
+        self.said: dict[int, wire.Exchange] = {}
         """The last message to each shard."""
         self.pushed: Sequence[Tensor | None] = ()
         """The gradient in it."""
@@ -321,13 +321,18 @@ class LiveWorker(WorkerCarrier):
                 target.zero_()
             else:
                 target.copy_(gradient.reshape(-1)[start - first : start - first + piece.length])
-        self.servers[shard].send(self.said[shard])
+        self.servers[shard].send(wire.encode(self.said[shard]))
 
     def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
         """Send what the machine has ordered: one message to each shard."""
         for shard, messages in self.outbox.items():
-            self.said[shard] = wire.encode(wire.Exchange(tuple(messages), hyper, absent, refusal))
-            self.servers[shard].send(self.said[shard])
+            exchange = wire.Exchange(tuple(messages), hyper, absent, refusal)
+            self.servers[shard].send(wire.encode(exchange))
+            # After a rest the pull comes alone: to a server that was restarted, its push is to be said again too.
+            before = self.said.get(shard)
+            if before is not None and isinstance(before.messages[-1], Push):
+                exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
+            self.said[shard] = exchange
         self.outbox.clear()
 
     def slow_down(self, started: float) -> None:
