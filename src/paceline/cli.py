@@ -14,6 +14,7 @@ from typing import Any
 import tyro
 
 from paceline.commands.bench import BenchExchange, BenchStraggler
+from paceline.commands.bench_simulator import BenchSimulator
 from paceline.commands.catalogue import Doctor, Policies
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Report, Resume, Run
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Any] = {
     "report": Report,
     "bench exchange": BenchExchange,
     "bench straggler": BenchStraggler,
+    "bench simulator": BenchSimulator,
     "policies": Policies,
     "doctor": Doctor,
 }

@@ -234,7 +234,11 @@ class Shard(Machine):
         self.actions.append(Park(pull, self.policy.why(i, self.progress), names, count))
 
     def settle(self) -> None:
-        while self.is_finished():
+        progress = self.progress
+        while progress.moved or self.overtime:
+            progress.moved = False
+            if not self.is_finished():
+                break
             self.finish()
 
     def finish(self) -> None:

@@ -10,6 +10,8 @@ With `rest_s` a worker pushes, rests for so long, and pulls then (naive waiting)
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from paceline.core.actions import Compute, Send, SetTimer
 from paceline.core.events import GradientReady, ParametersArrived, TimerFired, ViewChanged
 from paceline.core.machine import IllegalEvent, Machine, require
@@ -46,7 +48,10 @@ class Worker(Machine):
         if event.view.number <= self.view_number:
             return
         self.view_number = event.view.number
-        incarnation = dict(event.view.members).get(self.rank, NOT_STARTED)
+        members = event.view.members
+        at = bisect_left(members, (self.rank,))
+        named = at < len(members) and members[at][0] == self.rank
+        incarnation = members[at][1] if named else NOT_STARTED
         if self.incarnation == NOT_STARTED and incarnation != NOT_STARTED:
             self.incarnation = incarnation
             self.pull(list(range(len(self.shards))), 0)

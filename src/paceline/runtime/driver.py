@@ -8,7 +8,7 @@ workers, one for servers) and a clock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import Any, Protocol
 
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import Event
@@ -78,30 +78,23 @@ class Seat:
         self.machine = machine
         self.carrier = carrier
         self.record = record
+        self.orders: dict[type, Callable[[Any], None]] = {
+            Send: carrier.send,
+            Answer: carrier.answer,
+            Apply: carrier.apply,
+            Compute: carrier.compute,
+            Drop: carrier.drop,
+            Park: carrier.park,
+            SetTimer: carrier.set_timer,
+        }
 
     def tell(self, event: Event) -> None:
         actions = self.machine.handle(event)
         if self.record is not None:
             self.record(Record(self.node, self.incarnation, event, tuple(actions)))
-        carrier = self.carrier
+        orders = self.orders
         for action in actions:
-            match action:
-                case Send():
-                    carrier.send(action)
-                case Answer():
-                    carrier.answer(action)
-                case Apply():
-                    carrier.apply(action)
-                case Compute():
-                    carrier.compute(action)
-                case Drop():
-                    carrier.drop(action)
-                case Park():
-                    carrier.park(action)
-                case SetTimer():
-                    carrier.set_timer(action)
-                case _:
-                    assert_never(action)
+            orders[type(action)](action)
 
 
 class Authority:

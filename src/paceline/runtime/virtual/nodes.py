@@ -48,7 +48,7 @@ class VirtualServer(ServerCarrier):
         else:
             arrival = self.inward.arrival(engine.now, 0)
             event = PullArrived(arrival, message)
-            engine.at(arrival, MESSAGE, lambda: self.seat.tell(event))
+            engine.tell(arrival, MESSAGE, self.seat.tell, event)
 
     def take_push(self, arrival: float, push: Push) -> None:
         significance = None
@@ -111,7 +111,7 @@ class VirtualWorker(WorkerCarrier):
         """Take a slice that a server sends now; it has arrived whole at `arrival`."""
         self.parameters[self.simulation.shards[parameters.shard]] = values
         event = ParametersArrived(arrival, parameters)
-        self.simulation.engine.at(arrival, MESSAGE, lambda: self.tell(event))
+        self.simulation.engine.tell(arrival, MESSAGE, self.tell, event)
 
     def compute(self, action: Compute) -> None:
         simulation = self.simulation
