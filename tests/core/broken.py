@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
-from paceline.core.events import ParametersArrived, PullArrived, ViewChanged
+from paceline.core.events import ParametersArrived, PullArrived, PushArrived, ViewChanged
 from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
@@ -205,7 +205,7 @@ class AppliesRejected(UncheckedShard):
     """A slice that is not finite is applied."""
 
     def on_push_rejected(self, event: Any) -> None:
-        self.on_push_arrived(event)
+        self.on_push_arrived(PushArrived(event.at, event.push))
 
 
 class AppliesLate(UncheckedShard):
