@@ -59,6 +59,15 @@ class TestDSSP:
         assert park.reason == "4 ahead of worker 1, bound 1 to 8"
         assert answered(shard.at(10.2).push(1, 2)) == [(0, 6)], "the next rise of V frees it"
 
+    def test_time_parked_is_no_part_of_a_workers_pace(self) -> None:
+        """Else whoever was parked once would look as slow as the one it waited for, and be parked for ever."""
+        shard = self.paced(DSSP(low=1, high=8))
+        shard.at(7.0).pull(0, 3)
+        for time, iteration in ((8.0, 3), (9.0, 4), (10.0, 5)):
+            shard.at(time).iterate(0, iteration)
+        shard.at(10.2).iterate(1, 2)
+        assert answered(shard.at(11.2).iterate(0, 6)) == [(0, 7)], "after 2 more it waits 0.4 s, now 2.4 s"
+
     def test_high_is_the_limit(self) -> None:
         shard = self.paced(DSSP(low=1, high=2))
         shard.at(7.0).pull(0, 3)

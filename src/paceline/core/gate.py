@@ -40,6 +40,9 @@ class Gate:
     def note_push(self, handle: Handle, at: float, significance: float | None) -> None:
         """A gradient of a member has come, on time or late, and it is no copy."""
 
+    def note_release(self, worker: int, at: float) -> None:
+        """A parked pull of this worker is answered."""
+
     def note_rise(self, V: int, at: float) -> float | None:
         """V has risen. The seconds after which the policy's `finishes_overtime` decides, or None for never."""
         return None

@@ -260,6 +260,7 @@ class Shard(Machine):
 
     def release(self, pull: Pull, reason: str) -> None:
         del self.waiting[pull.worker]
+        self.gate.note_release(pull.worker, self.now)
         self.answer(pull, reason, self.mover)
 
     def switch(self, policy: CentralPolicy) -> None:

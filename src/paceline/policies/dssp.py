@@ -1,8 +1,8 @@
 """DSSP: dynamic SSP. How far a worker may run ahead is chosen, each time, so that it waits least.
 
 The rule. Up to `low` iterations ahead of the slowest a worker reads at once, as under SSP(low). When it would be
-parked there, the shard predicts from the latest intervals when this worker would push again and when the slowest
-would, and lets it do the r further iterations, up to `high` ahead, after which the wait for the slowest's next
+parked there, the shard predicts from the latest intervals (time parked here left out) when this worker would push
+again and when the slowest would, and lets it do the r further iterations, up to `high` ahead, after which the wait for the slowest's next
 push is predicted to be shortest (ties: the smallest r). It is then parked until V rises. With `lazy` it is
 parked until V has passed its own iteration. (Zhao et al. 2019, as told in ZipLine, 002, sections 6.2 and 7; it
 fills the slot of DSPS in FluentPS, 001, Table III: a rule that changes s while running.)
@@ -66,7 +66,7 @@ class DSSPGate(Gate):
         super().__init__(policy)
         self.dssp = policy
         self.last: dict[int, float] = {}
-        """When each worker pushed last, and how long after the time before."""
+        """When each worker pushed last (when it was released, if it was parked then), and how long that push took."""
         self.interval: dict[int, float] = {}
         self.allowed: dict[int, int] = {}
         """The iteration up to which each worker may go on without being asked again."""
@@ -75,6 +75,10 @@ class DSSPGate(Gate):
         worker = handle.source
         if worker in self.last:
             self.interval[worker] = at - self.last[worker]
+        self.last[worker] = at
+
+    def note_release(self, worker: int, at: float) -> None:
+        # A worker's pace is that of its work: an interval with a wait in it would predict more waiting.
         self.last[worker] = at
 
     def forget(self, worker: int) -> None:
