@@ -110,6 +110,25 @@ class TestSwitch:
         behind.iterate(1, 4)
         assert dropped(behind.push(2, 4)), "late like anybody"
 
+    def test_what_was_late_before_stays_late(self) -> None:
+        """Backup had finished its iteration without it: a change of policy does not bring it back."""
+        shard = ShardAlone(central("backup:extra=1@0,asp@2"), workers=3)
+        for iteration in range(2):
+            shard.iterate(0, iteration)
+            shard.iterate(1, iteration)
+        assert str(shard.shard.policy) == "asp"
+        assert dropped(shard.push(2, 0))
+
+    def test_who_has_pulled_since_owes_nothing(self) -> None:
+        """Another shard had sent worker 2 ahead; what it pushes late afterwards is late."""
+        shard = ShardAlone(central("asp@0,backup:extra=1@1"), workers=3)
+        for worker, iteration in ((2, 0), (0, 0), (0, 1), (0, 2), (1, 0)):
+            shard.iterate(worker, iteration)
+        assert answered(shard.pull(2, 3)) == [(2, 3)]
+        shard.iterate(0, 3)
+        shard.iterate(1, 3)
+        assert dropped(shard.push(2, 3))
+
     def test_held_gradients_are_applied_and_a_mean_divides_by_the_members(self) -> None:
         """A restored shard hears of iterations beyond the switch while it is before it."""
         shard = Shard(central("bsp@0,asp@5"), 0, Members(3, 1))

@@ -2,10 +2,10 @@
 
 The rule. Up to `low` iterations ahead of the slowest a worker reads at once, as under SSP(low). When it would be
 parked there, the shard predicts from the latest intervals (time parked here left out) when this worker would push
-again and when the slowest would, and lets it do the r further iterations, up to `high` ahead, after which the wait for the slowest's next
-push is predicted to be shortest (ties: the smallest r). It is then parked until V rises. With `lazy` it is
-parked until V has passed its own iteration. (Zhao et al. 2019, as told in ZipLine, 002, sections 6.2 and 7; it
-fills the slot of DSPS in FluentPS, 001, Table III: a rule that changes s while running.)
+again and when the slowest would. It lets the worker do the r further iterations, up to `high` ahead, after which
+the wait for the slowest's next push is predicted to be shortest (ties: the smallest r). It is then parked until V
+rises, or, `lazy`, until V has passed its own iteration. (Zhao et al. 2019, as told in ZipLine, 002, sections 6.2
+and 7; it fills the slot of DSPS in FluentPS, 001, Table III: a rule that changes s while running.)
 
 What it promises. SSP's bound with s = `high`, and shorter waits: a worker does not stop just before a long one.
 
