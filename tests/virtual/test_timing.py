@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from paceline import cli, policies, simulate
 from paceline import cluster as clusters
 from paceline.bench import simulator
-from paceline.core.actions import Apply
+from paceline.core.actions import Action, Apply
 from paceline.core.messages import Members
 from paceline.core.trace import replay
+from paceline.runtime.driver import ORDERS, Carrier
 from paceline.runtime.virtual.timing import Timing, TimingPlan
 
 POLICIES = [
@@ -90,3 +92,9 @@ def test_the_bench_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_the_bench_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench", "simulator", "--workers", "0"]) == 2
     assert capsys.readouterr().err == "paceline: workers=0 is out of range: 1 or more\n"
+
+
+def test_every_action_has_somebody_to_carry_it_out() -> None:
+    assert set(ORDERS) == set(get_args(Action))
+    for method in ORDERS.values():
+        assert callable(getattr(Carrier, method))

@@ -55,12 +55,10 @@ class Machine:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.checks = False
-        self.handlers: dict[type, Callable[[Any], None]] = {
-            event: getattr(self, method) for event, method in self.METHODS.items() if hasattr(self, method)
-        }
 
     def handle(self, event: Event) -> list[Action]:
-        handler = self.handlers.get(type(event))
+        # By name: a table of bound methods in each machine would be what 10 000 of them mostly consist of.
+        handler: Callable[[Any], None] | None = getattr(self, self.METHODS[type(event)], None)
         if handler is None:
             raise IllegalEvent(f"{type(self).__name__} does not take {type(event).__name__}")
         actions: list[Action] = []

@@ -8,7 +8,7 @@ workers, one for servers) and a clock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import Event
@@ -17,6 +17,18 @@ from paceline.core.messages import Node, View
 from paceline.core.trace import Record
 
 Recorder = Callable[[Record], None]
+
+
+ORDERS: dict[type, str] = {
+    Send: "send",
+    Answer: "answer",
+    Apply: "apply",
+    Compute: "compute",
+    Drop: "drop",
+    Park: "park",
+    SetTimer: "set_timer",
+}
+"""The method of a carrier that carries an action out."""
 
 
 class NoSuchAction(AssertionError):
@@ -78,23 +90,14 @@ class Seat:
         self.machine = machine
         self.carrier = carrier
         self.record = record
-        self.orders: dict[type, Callable[[Any], None]] = {
-            Send: carrier.send,
-            Answer: carrier.answer,
-            Apply: carrier.apply,
-            Compute: carrier.compute,
-            Drop: carrier.drop,
-            Park: carrier.park,
-            SetTimer: carrier.set_timer,
-        }
 
     def tell(self, event: Event) -> None:
         actions = self.machine.handle(event)
         if self.record is not None:
             self.record(Record(self.node, self.incarnation, event, tuple(actions)))
-        orders = self.orders
+        carrier = self.carrier
         for action in actions:
-            orders[type(action)](action)
+            getattr(carrier, ORDERS[type(action)])(action)
 
 
 class Authority:
