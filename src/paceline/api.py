@@ -119,10 +119,6 @@ def launch(
     from paceline.runtime.live.watching import Care
 
     members = check_members(workers, servers, seed)
-    if isinstance(policy, Policy) and policies.CATALOGUE.get(policy.name) is not type(policy):
-        raise ConfigError(
-            f"{type(policy).__name__} is not one of paceline's policies: live runs know only those so far"
-        )
     plan = LivePlan(
         members=members,
         start_worker=function_starter(fn),

@@ -15,6 +15,7 @@ import tyro
 
 from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
 from paceline.commands.bench_gradients import BenchGradients
+from paceline.commands.bench_simulator import BenchSimulator
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.run import Report, Resume, Run
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Any] = {
     "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,
     "bench gradients": BenchGradients,
+    "bench simulator": BenchSimulator,
     "policies": Policies,
     "scenarios": Scenarios,
     "doctor": Doctor,

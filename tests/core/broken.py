@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
-from paceline.core.events import ParametersArrived, PullArrived, ViewChanged
+from paceline.core.events import ParametersArrived, PullArrived, PushArrived, ViewChanged
+from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress
 from paceline.core.shard import Shard
 from paceline.core.worker import NOT_STARTED, Worker
-from paceline.policies import BSP, SSP, Backup
+from paceline.policies import BSP, DSSP, SSP, Backup, Deadline
+from paceline.policies.dssp import DSSPGate
 
 
 class UncheckedShard(Shard):
@@ -174,36 +176,36 @@ class CountsAgainstN(UncheckedShard):
 class AppliesDuplicates(UncheckedShard):
     """A push that comes again is used again."""
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         if self.incarnations.get(handle.source) == handle.incarnation and handle.iteration >= self.progress.V:
             self.note_push(handle.source, handle.iteration)
             return True
-        return super().counts(handle, good)
+        return super().counts(handle, good, significance)
 
 
 class DropsDuplicatesOfTheDead(UncheckedShard):
     """A push of a life that is over is dropped each time it comes, though it may be held or applied."""
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         if self.incarnations.get(handle.source) != handle.incarnation:
             self.actions.append(Drop(handle, "a ghost"))
             return False
-        return super().counts(handle, good)
+        return super().counts(handle, good, significance)
 
 
 class AppliesGhosts(UncheckedShard):
     """A push of a worker that has left is applied."""
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         known = self.incarnations.get(handle.source)
-        return super().counts(handle, good) if known == handle.incarnation else bool(self.incarnations)
+        return super().counts(handle, good, significance) if known == handle.incarnation else bool(self.incarnations)
 
 
 class AppliesRejected(UncheckedShard):
     """A slice that is not finite is applied."""
 
     def on_push_rejected(self, event: Any) -> None:
-        self.on_push_arrived(event)
+        self.on_push_arrived(PushArrived(event.at, event.push))
 
 
 class AppliesLate(UncheckedShard):
@@ -238,8 +240,8 @@ class DropsTheThird(UncheckedShard):
 
     seen = 0
 
-    def counts(self, handle: Handle, good: bool) -> bool:
-        good = super().counts(handle, good)
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
+        good = super().counts(handle, good, significance)
         self.seen += good
         if good and self.seen % 3 == 0:
             self.drop(handle, "bad luck")
@@ -405,3 +407,31 @@ class BackupWaitsForAll(Backup):
 
     def finishes(self, there: int, expected: int, workers: int) -> bool:
         return there >= expected
+
+
+@dataclass(frozen=True)
+class DSSPWithoutALimit(DSSP):
+    """Says `high`, frees as if there were none."""
+
+    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+        return DSSPGate(DSSP(low=self.high + 2, high=self.high + 9))
+
+
+@dataclass(frozen=True)
+class LazierThanLazy(SSP):
+    """Waits for an iteration that the worker itself has yet to push."""
+
+    def freed_at(self, i: int, V: int) -> int:
+        return i + 2
+
+
+@dataclass(frozen=True)
+class DecidesAnew(Deadline):
+    """Not a function of what it is asked: no two who ask agree on V."""
+
+    def finishes(self, there: int, expected: int, workers: int) -> bool:
+        return there >= expected - (self.calls() % 2)
+
+    def calls(self) -> int:
+        object.__setattr__(self, "n", getattr(self, "n", 0) + 1)
+        return int(self.n)  # type: ignore[attr-defined]

@@ -131,6 +131,6 @@ def state_of(machine: Machine) -> dict[str, Any]:
     """Everything a machine remembers, deeply copied; what it was last asked to do is not part of it."""
     state = {}
     for field, value in vars(machine).items():
-        if field not in ("actions", "handlers"):
+        if field not in ("actions",):
             state[field] = copy.deepcopy(vars(value) if hasattr(value, "__dict__") else value)
     return state

@@ -16,6 +16,7 @@ from paceline.core.events import (
     PushArrived,
     PushRejected,
     Restored,
+    TimerFired,
     ViewChanged,
 )
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
@@ -23,7 +24,7 @@ from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push
 from paceline.core.words import in_words
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
-from paceline.policies import ASP, BSP, SSP, Backup
+from paceline.policies import ASP, BSP, SSP, Backup, Waiting
 
 from .drive import ShardAlone, WorkerAlone, sent, state_of
 
@@ -35,6 +36,7 @@ EVENTS: list[Event] = [
     PullArrived(0.0, Pull(0, 0, 1)),
     ParametersArrived(0.0, Parameters(0, 0, 0, 0, 0, False)),
     GradientReady(0.0, 0, 0, (8, 8)),
+    TimerFired(0.0, 1),
 ]
 
 
@@ -61,6 +63,7 @@ class TestDispatch:
             ("on_pull_arrived", "PullArrived"),
             ("on_parameters_arrived", "ParametersArrived"),
             ("on_gradient_ready", "GradientReady"),
+            ("on_timer_fired", "TimerFired"),
         ]
 
     def test_first_the_event_then_settle_then_check(self) -> None:
@@ -99,13 +102,17 @@ class TestDispatch:
         actions: list[Action] = shard.iterate(0, 0) + shard.iterate(1, 0) + shard.iterate(2, 0)
         worker = WorkerAlone(BSP())
         actions += worker.start() + worker.answer_all(0)
+        waiting = WorkerAlone(Waiting(delay_s=1.0))
+        waiting.start()
+        waiting.answer_all(0)
+        actions += waiting.finish(0)
         assert {type(action) for action in actions} == set(get_args(Action))
         for thing in [*EVENTS, *actions]:
             assert "\n" not in in_words(thing)
 
 
 class TestIllegalEvents:
-    @pytest.mark.parametrize("event", EVENTS[5:], ids=lambda event: type(event).__name__)
+    @pytest.mark.parametrize("event", EVENTS[5:7], ids=lambda event: type(event).__name__)
     def test_a_shard_takes_no_events_of_workers(self, event: Event) -> None:
         shard = ShardAlone(BSP(), workers=2)
         shard.iterate(0, 0)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.actions import Answer, Apply, Park
+from paceline.core.gate import coin
 from paceline.core.messages import Handle, Pull, Push
 from paceline.core.policy import CentralPolicy
-from paceline.policies import ASP, BSP, SSP, Backup
+from paceline.policies import ASP, BSP, DSSP, PSSP, SSP, Backup
 
 from .drive import (
     ShardAlone,
@@ -251,6 +252,62 @@ class TestTableIII:
             actions = shard.iterate(last, 0)
             assert dropped(actions)
             assert answered(actions) == [(last, 1)]
+
+
+N, AHEAD = 3, 4
+"""Of the cells below: so many workers, and so far ahead the fastest goes."""
+
+CELLS: list[tuple[CentralPolicy, list[bool], list[bool]]] = [
+    (BSP(), [True, False, False, False, False], [False, False, True]),
+    (ASP(), [True, True, True, True, True], [False, False, True]),
+    (SSP(staleness=2), [True, True, True, False, False], [False, False, True]),
+    (DSSP(low=1, high=3), [True, True, False, False, False], [False, False, True]),
+    (Backup(extra=1), [True, False, False, False, False], [False, True, True]),
+    (PSSP(staleness=2, c=1.0), [True, True, True, False, False], [False, False, True]),
+    (PSSP(staleness=2, c=0.0), [True, True, True, True, True], [False, False, True]),
+    (PSSP(staleness=2, c=0.5), [True, True, True, coin(0, 0, 2) >= 0.5, coin(0, 0, 3) >= 0.5], [False, False, True]),
+]
+
+
+@pytest.mark.parametrize(("policy", "may_pull", "finishes"), CELLS, ids=lambda value: str(value))
+class TestTableIIIFromEvents:
+    """Every row of the table, both columns, by what a shard does. DSPS, "progress < V_train + s" with an s that
+    changes at runtime, is DSSP here: before it has seen two intervals, s is `low`."""
+
+    def test_pull_condition(self, policy: CentralPolicy, may_pull: list[bool], finishes: list[bool]) -> None:
+        """Nobody else has pushed anything: V_train = 0. Whoever has pushed iteration -1, 0, 1, 2, 3: may it read?"""
+        for progress in range(-1, AHEAD):
+            shard = ShardAlone(policy, workers=N, started=False)
+            if progress >= 0:
+                shard.push(0, progress)
+            actions = shard.pull(0, progress + 1)
+            assert shard.V == 0
+            assert answered(actions) == [(0, progress + 1)] * may_pull[progress + 1]
+            assert len(parked(actions)) == 1 - may_pull[progress + 1]
+
+    def test_push_condition(self, policy: CentralPolicy, may_pull: list[bool], finishes: list[bool]) -> None:
+        """Count[V_train] after each push of iteration 0: does V_train rise?"""
+        shard = ShardAlone(policy, workers=N)
+        risen = []
+        for worker in range(N):
+            shard.push(worker, 0)
+            risen.append(shard.V == 1)
+        assert risen == finishes
+
+    def test_pull_condition_moves_with_v_train(
+        self, policy: CentralPolicy, may_pull: list[bool], finishes: list[bool]
+    ) -> None:
+        """The same cells with V_train = 2: it is the difference that counts."""
+        if policy == PSSP(staleness=2, c=0.5):
+            may_pull = [*may_pull[:3], coin(0, 0, 4) >= 0.5, coin(0, 0, 5) >= 0.5]
+        for progress in range(2, 2 + AHEAD):
+            shard = ShardAlone(policy, workers=N)
+            for iteration in range(2):
+                for worker in range(N):
+                    shard.iterate(worker, iteration)
+            assert shard.V == 2
+            shard.push(0, progress)
+            assert len(parked(shard.pull(0, progress + 1))) == 1 - may_pull[progress - 1]
 
 
 class TestSoftBarrier:

@@ -15,7 +15,7 @@ from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
 from paceline.core.trace import replay
 from paceline.core.worker import Worker
-from paceline.policies import ASP, BSP, SSP, Backup
+from paceline.policies import ASP, BSP, SSP, Backup, parse
 from paceline.testing import MachineFactory, PolicyBroken, Story, play
 
 from . import broken
@@ -26,6 +26,32 @@ POLICIES: list[CentralPolicy] = [
     *(SSP(staleness=s) for s in range(5)),
     *(Backup(extra=b) for b in range(3)),
 ]
+
+MORE = [
+    "ssp:staleness=2,lazy=true",
+    "dssp:low=1,high=4",
+    "dssp:low=0,high=3,lazy=true",
+    "pssp:staleness=1,c=0.3",
+    "pssp:staleness=1,c=1",
+    "pssp:staleness=2,alpha=0.8",
+    "pssp:staleness=1,significance=true,lazy=true",
+    "pssp:staleness=0,c=0.5,apart=true",
+    "deadline",
+    "deadline:quantile=0.1,factor=1,least=0.3",
+    "waiting:delay_s=0.5",
+    "waiting:delay_s=2,base=backup(extra=1)",
+    "asp:staleness_weighted=true",
+    "ssp:staleness=2+backup:extra=1",
+    "ssp:staleness=1+backup:extra=1+bsp",
+    "deadline+asp+pssp:staleness=1",
+    "bsp@0,ssp:staleness=2@4",
+    "asp@0,bsp@4",
+    "asp@0,ssp:staleness=1@3,backup:extra=1@6,asp@8",
+    "ssp:staleness=3@0,bsp@2,asp@5,bsp@7",
+    "backup:extra=2@0,asp@3,deadline@6",
+    "ssp:staleness=1+backup:extra=1@0,bsp+asp@4",
+]
+"""The rest of the catalogue, and several policies in one run: another on each shard, another after a while."""
 
 
 def play_one(policy: CentralPolicy, seed: int, servers: int = 3, faults: bool = True) -> Story:
@@ -69,6 +95,24 @@ class TestEveryPolicy:
             trace = play_one(policy, seed).trace
             remade = replay(trace, lambda node, header: policy.machine(*node, header.members, header.seed))
             assert remade == []
+
+
+@pytest.mark.parametrize("text", MORE)
+class TestMorePolicies:
+    def test_keeps_its_rules_under_faults(self, text: str) -> None:
+        policy = parse(text)
+        assert isinstance(policy, CentralPolicy)
+        for seed in range(50):
+            play_one(policy, seed)
+        for seed in range(1000, 1008):
+            play_one(policy, seed, servers=4)
+
+    def test_a_run_can_be_played_again_from_its_trace(self, text: str) -> None:
+        trace = play_one(parse(text), 4000).trace  # type: ignore[arg-type]
+        assert parse(trace.header.policy) == parse(text)
+        assert trace.to_bytes() == play_one(parse(text), 4000).trace.to_bytes()  # type: ignore[arg-type]
+        remade = replay(trace, lambda node, header: parse(header.policy).machine(*node, header.members, header.seed))
+        assert remade == []
 
 
 @pytest.mark.parametrize("extra", range(4))
@@ -243,6 +287,9 @@ WRONG_CONDITIONS: list[tuple[CentralPolicy, str]] = [
     (broken.BSPWithoutTheLast(), "bound"),
     (broken.BackupOneTooFew(extra=0), "enough"),
     (broken.BackupWaitsForAll(extra=1), "enough"),
+    (broken.DSSPWithoutALimit(low=0, high=1), "bound"),
+    (broken.LazierThanLazy(staleness=1), "parked"),
+    (broken.DecidesAnew(), "mean"),
 ]
 
 

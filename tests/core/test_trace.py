@@ -15,14 +15,14 @@ from paceline.core.messages import Members, Node
 from paceline.core.policy import CentralPolicy
 from paceline.core.trace import Header, Record, Trace, encode_record, read_records, replay
 from paceline.errors import PacelineError
-from paceline.policies import ASP, BSP, SSP, Backup, parse
+from paceline.policies import ASP, BSP, SSP, Backup, Waiting, parse
 from paceline.testing import play
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """A run with everything in it: kills, joins, drops, parks, rejections."""
-    return play(Backup(extra=1), workers=4, iterations=8, seed=14).trace
+    """A run with everything in it: kills, joins, drops, parks, rejections, timers."""
+    return play(Waiting(delay_s=0.1, base="backup(extra=1)"), workers=4, iterations=8, seed=14).trace
 
 
 def machines_of(policy: CentralPolicy, node: Node, header: Header) -> Machine:
@@ -50,7 +50,7 @@ class TestBytes:
         lines = trace.to_bytes().splitlines()
         assert len(lines) == 1 + len(trace)
         header = msgspec.json.decode(lines[0])
-        assert header == ["Header", "testing", "backup:extra=1", [4, 3], 14, [8, 8, 8]]
+        assert header == ["Header", "testing", "waiting:delay_s=0.1,base=backup(extra=1)", [4, 3], 14, [8, 8, 8]]
         for line in lines[1:]:
             assert msgspec.json.decode(line)[0] == "Record"
 

@@ -10,7 +10,7 @@ from paceline import cli
 
 BAD = [
     ("compare sps", "unknown policy 'sps', did you mean 'ssp'?"),
-    ("compare bsp ssp:stale=2", "ssp has no parameter 'stale' (it has: staleness)"),
+    ("compare bsp ssp:stale=2", "ssp has no parameter 'stale' (it has: staleness, lazy"),
     ("compare", "name at least one policy"),
     ("simulate --policy ssp:staleness=-1", "ssp:staleness=-1 is out of range: 0 or more"),
     ("simulate --policy ssp:staleness=many", "ssp:staleness=many is not a whole number (0 or more)"),

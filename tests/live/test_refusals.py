@@ -194,11 +194,13 @@ def test_a_wrong_policy_in_the_script_is_a_configuration_error(capfd) -> None:
     assert "unknown policy 'spp', did you mean 'ssp'?" in capfd.readouterr().err
 
 
-def test_a_policy_of_ones_own_is_refused_before_anything_starts() -> None:
-    class Mine(BSP):
-        name = "mine"
+def test_a_policy_under_the_name_of_another_is_refused_before_anything_starts() -> None:
+    """Servers would make the other one. Under its own name it works (tests/front/test_own_policy.py)."""
 
-    with pytest.raises(ConfigError, match="Mine is not one of paceline's policies"):
+    class Mine(BSP):
+        """Has BSP's name."""
+
+    with pytest.raises(ConfigError, match="Mine has the name 'bsp' of one of paceline's policies: give it its own"):
         paceline.launch(lambda: None, policy=Mine())
 
 

@@ -17,12 +17,21 @@ from paceline import __version__
 from paceline.cluster import CATALOGUE as MODELS
 from paceline.cluster import Cluster, bundled
 from paceline.commands.screen import console
-from paceline.core.spec import describe_range, text_fields
+from paceline.core.spec import describe_range, text_fields, write_value
 from paceline.policies import CATALOGUE
 from paceline.runtime.live import memory
 from paceline.workloads import CATALOGUE as WORKLOADS
 from paceline.workloads.fashion import ADVICE, FOLDER
 from paceline.workloads.files import find, folders
+
+COMBINED = [
+    (
+        "ssp:staleness=3+backup:extra=1",
+        "Another policy on each shard: the first on shard 0, the second on shard 1, ...",
+    ),
+    ("bsp@0,ssp:staleness=3@100", "Another policy after a while: bsp at first, ssp from iteration 100 on."),
+    ("FILE.py:CLASS", "A policy of your own, with parameters as usual; see docs/write-your-own-policy.md."),
+]
 
 
 @dataclass(kw_only=True)
@@ -36,10 +45,13 @@ class Policies:
             for field in text_fields(policy):
                 kind = getattr(types[field.name], "__name__", str(types[field.name]))
                 console.print(
-                    f"    {field.name}={field.default}  {kind}, {describe_range(field)}: {field.metadata['doc']}",
+                    f"    {field.name}={write_value(field.default).replace('None', 'none')}  "
+                    f"{kind}, {describe_range(field)}: {field.metadata['doc']}",
                     soft_wrap=True,
                 )
             console.print(f"    [dim]{policy.paper}[/dim]", soft_wrap=True)
+        for text, meaning in COMBINED:
+            console.print(f"[bold]{text}[/bold]  {meaning}", soft_wrap=True)
         return 0
 
 

@@ -72,6 +72,8 @@ class Run(Outputs):
         folder = resume or self.make_folder(script[0])
         plan = self.keep(plan, folder, resume is not None)
         config = {**asdict(self), "script": script[0], "arguments": script[1:]}
+        if plan.policy is not None:
+            config["policy"] = str(plan.policy)  # a file of the user's with its whole path
         if resume is None:
             rundir.write_config(folder, config)
         label = self.policy or "the script's policy"

@@ -89,7 +89,8 @@ def show_table(runs: list[Run], title: str) -> None:
     headings.insert(0, f"time to\n{runs[0].target}" if by_target else "time")
     table.add_column("policy", no_wrap=True)
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        widest = max(map(len, heading.splitlines()))
+        table.add_column(heading, justify="right", no_wrap=True, min_width=min(widest, 11))
     for run in runs:
         metrics, last = run.metrics, run.history[-1] if run.history else None
         accuracy = last.accuracy if last is not None else None

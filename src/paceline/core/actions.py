@@ -1,8 +1,8 @@
 """Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
 
 `Apply`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
-`Compute` ends in exactly one `GradientReady`. Each handle that arrives is consumed exactly once, by `Apply`
-or `Drop`.
+`Compute` ends in exactly one `GradientReady`, `SetTimer` in one `TimerFired` while its machine lives. Each
+handle that arrives is consumed exactly once, by `Apply` or `Drop`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from msgspec import Struct
 from paceline.core.messages import Handle, Node, Parameters, Pull, Push
 
 
-class Compute(Struct, frozen=True, array_like=True, tag=True):
+class Compute(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Worker: compute the gradient of `iteration` on the parameters that have arrived."""
 
     iteration: int
     attempt: int
 
 
-class Send(Struct, frozen=True, array_like=True, tag=True):
+class Send(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Any machine: send `message` to the node `to`. Messages to one node arrive in the order they were sent."""
 
     to: Node
     message: Push | Pull
 
 
-class Apply(Struct, frozen=True, array_like=True, tag=True):
+class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Shard: one optimizer step on the mean of `handles` at `weight` times the learning rate, making `version`."""
 
     handles: tuple[Handle, ...]
@@ -34,14 +34,14 @@ class Apply(Struct, frozen=True, array_like=True, tag=True):
     version: int
 
 
-class Drop(Struct, frozen=True, array_like=True, tag=True):
+class Drop(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Shard: forget this gradient; it must not touch the parameters."""
 
     handle: Handle
     reason: str
 
 
-class Answer(Struct, frozen=True, array_like=True, tag=True):
+class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Shard: send the slice as it is now. `reason` is set when the pull had been parked: what released it."""
 
     parameters: Parameters
@@ -49,7 +49,7 @@ class Answer(Struct, frozen=True, array_like=True, tag=True):
     released_by: int
 
 
-class Park(Struct, frozen=True, array_like=True, tag=True):
+class Park(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Shard: do not answer yet. `waits_for` names some of those it waits for, `waits_for_count` counts them all."""
 
     pull: Pull
@@ -58,4 +58,11 @@ class Park(Struct, frozen=True, array_like=True, tag=True):
     waits_for_count: int
 
 
-Action = Compute | Send | Apply | Drop | Answer | Park
+class SetTimer(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Any machine: say `TimerFired(timer)` after so many seconds. It cannot be recalled; a late one is ignored."""
+
+    timer: int
+    after_s: float
+
+
+Action = Compute | Send | Apply | Drop | Answer | Park | SetTimer

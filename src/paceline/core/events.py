@@ -7,14 +7,14 @@ from msgspec import Struct
 from paceline.core.messages import Parameters, Pull, Push, View
 
 
-class ViewChanged(Struct, frozen=True, array_like=True, tag=True):
+class ViewChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """The authority on membership said who takes part from now on."""
 
     at: float
     view: View
 
 
-class Restored(Struct, frozen=True, array_like=True, tag=True):
+class Restored(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A shard starts from a checkpoint: everything before `iteration` is finished, the slice is at `version`."""
 
     at: float
@@ -22,14 +22,18 @@ class Restored(Struct, frozen=True, array_like=True, tag=True):
     version: int
 
 
-class PushArrived(Struct, frozen=True, array_like=True, tag=True):
-    """A shard holds the whole slice of a worker's gradient."""
+class PushArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A shard holds the whole slice of a worker's gradient.
+
+    `significance` is |g| / |w| on that slice, for a policy that wants it (`Gate.wants_significance`).
+    """
 
     at: float
     push: Push
+    significance: float | None = None
 
 
-class PushRejected(Struct, frozen=True, array_like=True, tag=True):
+class PushRejected(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A slice arrived that must not be applied (not finite, for one). It counts as progress, not in a mean."""
 
     at: float
@@ -37,21 +41,21 @@ class PushRejected(Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-class PullArrived(Struct, frozen=True, array_like=True, tag=True):
+class PullArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A worker asked this shard for parameters."""
 
     at: float
     pull: Pull
 
 
-class ParametersArrived(Struct, frozen=True, array_like=True, tag=True):
+class ParametersArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A shard's answer has reached the worker, whole."""
 
     at: float
     parameters: Parameters
 
 
-class GradientReady(Struct, frozen=True, array_like=True, tag=True):
+class GradientReady(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """The computation ordered by `Compute(iteration, attempt)` is done; `nbytes` per shard."""
 
     at: float
@@ -60,4 +64,13 @@ class GradientReady(Struct, frozen=True, array_like=True, tag=True):
     nbytes: tuple[int, ...]
 
 
-Event = ViewChanged | Restored | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady
+class TimerFired(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The time of a `SetTimer` is over. `timer` is the number it was set under."""
+
+    at: float
+    timer: int
+
+
+Event = (
+    ViewChanged | Restored | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady | TimerFired
+)

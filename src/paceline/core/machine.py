@@ -25,6 +25,7 @@ from paceline.core.events import (
     PushArrived,
     PushRejected,
     Restored,
+    TimerFired,
     ViewChanged,
 )
 
@@ -48,17 +49,16 @@ class Machine:
         PullArrived: "on_pull_arrived",
         ParametersArrived: "on_parameters_arrived",
         GradientReady: "on_gradient_ready",
+        TimerFired: "on_timer_fired",
     }
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.checks = False
-        self.handlers: dict[type, Callable[[Any], None]] = {
-            event: getattr(self, method) for event, method in self.METHODS.items() if hasattr(self, method)
-        }
 
     def handle(self, event: Event) -> list[Action]:
-        handler = self.handlers.get(type(event))
+        # By name: a table of bound methods in each machine would be what 10 000 of them mostly consist of.
+        handler: Callable[[Any], None] | None = getattr(self, self.METHODS[type(event)], None)
         if handler is None:
             raise IllegalEvent(f"{type(self).__name__} does not take {type(event).__name__}")
         actions: list[Action] = []

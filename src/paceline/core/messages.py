@@ -6,6 +6,8 @@ the shard it is meant for. The runtimes keep the tensors behind the names.
 
 Iterations count from 0. A `Pull` asks for the parameters of `iteration`; the worker has by then pushed
 iteration - 1, or promises never to push anything older than `iteration` (see `core/progress.py`).
+
+Messages, events and actions are trees of such structs, so the garbage collector need not look at them (gc=False).
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ class Node(NamedTuple):
         return f"{self.role} {self.rank}"
 
 
-class Members(Struct, frozen=True, array_like=True):
+class Members(Struct, frozen=True, array_like=True, gc=False):
     """The size of the run as configured. Who is alive right now is a `View`."""
 
     workers: int
     servers: int
 
 
-class View(Struct, frozen=True, array_like=True, tag=True):
+class View(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Who takes part, said by the one authority on membership.
 
     `members` holds (rank, incarnation) pairs in rank order, complete each time, so a receiver needs only the
@@ -45,7 +47,7 @@ class View(Struct, frozen=True, array_like=True, tag=True):
     members: tuple[tuple[int, int], ...]
 
 
-class Handle(Struct, frozen=True, array_like=True):
+class Handle(Struct, frozen=True, array_like=True, gc=False):
     """The name of a gradient slice."""
 
     source: int
@@ -55,13 +57,13 @@ class Handle(Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class Push(Struct, frozen=True, array_like=True, tag=True):
+class Push(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A gradient slice for one shard, whole."""
 
     handle: Handle
 
 
-class Pull(Struct, frozen=True, array_like=True, tag=True):
+class Pull(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A worker asks one shard for the parameters of `iteration`."""
 
     worker: int
@@ -69,7 +71,7 @@ class Pull(Struct, frozen=True, array_like=True, tag=True):
     iteration: int
 
 
-class Parameters(Struct, frozen=True, array_like=True, tag=True):
+class Parameters(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A shard's answer: its slice at `version`, to compute `iteration` with.
 
     `iteration` may be larger than what was asked for: a late or joining worker adopts the shard's.

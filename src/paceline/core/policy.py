@@ -7,19 +7,21 @@ A central policy (one with parameter servers) states four things, FluentPS's con
     finishes(there, expected, n) the push condition: is iteration V finished, with so many gradients of it?
     on_arrival                   is a gradient applied when it arrives, or the mean of the iteration when it finishes?
 
-and `why` in words, for the report and the dashboard. Everything else is in `core/shard.py`.
+and `why` in words, for the report and the dashboard. Conditions that need a memory, or a coin, are in the
+policy's `gate` (`core/gate.py`). Everything else is in `core/shard.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from paceline.core.gate import Gate
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Role
 from paceline.core.progress import Progress, name_workers
 from paceline.core.shard import Shard
-from paceline.core.spec import Spec
+from paceline.core.spec import Spec, option
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
 
@@ -29,7 +31,7 @@ class Policy(Spec):
     """Who waits for whom. `str(policy)` is its text form; `policies.parse` reads it back."""
 
     kind: ClassVar[str] = "policy"
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     """Where the rule comes from."""
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
@@ -46,6 +48,10 @@ class CentralPolicy(Policy):
 
     on_arrival: ClassVar[bool]
 
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__.lower()
+
     def may_pull(self, i: int, V: int) -> bool:
         raise NotImplementedError
 
@@ -60,13 +66,45 @@ class CentralPolicy(Policy):
         """
         return there >= expected
 
+    def finishes_overtime(self, there: int, expected: int, workers: int) -> bool:
+        """The same, once the time that the gate's `note_rise` gave iteration V is over."""
+        return self.finishes(there, expected, workers)
+
+    @property
+    def bound(self) -> int | None:
+        """How many iterations ahead of the slowest live worker anybody may start one; None if that has no bound.
+
+        A promise, checked by `paceline.testing`.
+        """
+        return None
+
     def why(self, i: int, progress: Progress) -> str:
         """Why a worker that has pushed iteration i is parked."""
         return f"iteration {progress.V} lacks {name_workers(*progress.missing())}"
+
+    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+        """The conditions of shard `rank`, with what they remember."""
+        return Gate(self)
+
+    def in_force(self, rank: int, V: int) -> CentralPolicy:
+        """The policy of shard `rank` at V: itself, unless it is made of others (`policies/several.py`)."""
+        return self
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
         if role == "worker":
             return Worker(rank, members)
         if role == "server":
-            return Shard(self, rank, members)
+            return Shard(self, rank, members, seed)
         raise ConfigError(f"{self} has no machine for the role {role!r}: it has workers and servers")
+
+
+def lazy_option() -> Any:
+    """The option of policies that park: when is a parked pull answered (001, III.C)."""
+    return option(
+        False, doc="answer a parked pull only when the slowest has caught up with it, not at the soft barrier"
+    )
+
+
+def staleness_weighted_option() -> Any:
+    """The option of policies that apply on arrival. `core/shard.py` looks for a field of this name."""
+    return option(False, doc="divide each step by 1 + its staleness, the updates since its parameters were read")

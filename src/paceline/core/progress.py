@@ -28,13 +28,22 @@ class Progress:
         self.skipped: dict[int, set[int]] = {}
         self.standing: dict[int, dict[int, None]] = {}
         """next -> the workers standing there, in the order they came."""
+        self.moved = True
+        """Whether anything that iteration V waits for has changed since somebody set this to False."""
+        self._missing: tuple[tuple[int, ...], int] | None = None
+
+    def _move(self) -> None:
+        self.moved = True
+        self._missing = None
 
     def join(self, worker: int) -> None:
+        self._move()
         self.next[worker] = self.V
         self.standing.setdefault(self.V, {})[worker] = None
 
     def leave(self, worker: int) -> None:
         at = self.next.pop(worker)
+        self._move()
         self._lift(worker, at)
         for iteration in range(self.V, at):
             self.passed[iteration] -= 1
@@ -49,6 +58,8 @@ class Progress:
 
     def promise(self, worker: int, to: int) -> None:
         """The worker will push nothing below `to` any more: next = max(next, to)."""
+        if to <= self.next[worker]:
+            return
         for iteration in range(max(self.next[worker], self.V), to):
             self.skipped.setdefault(iteration, set()).add(worker)
         self._advance(worker, to)
@@ -58,6 +69,9 @@ class Progress:
         if to <= at:
             return
         self.next[worker] = to
+        if at <= self.V:
+            self.moved = True
+            self._missing = None
         self._lift(worker, at)
         there = self.standing.get(to)
         if there is None:
@@ -70,15 +84,28 @@ class Progress:
 
     def rise(self) -> None:
         """Iteration V is finished."""
+        self._move()
         self.passed.pop(self.V, None)
         self.skipped.pop(self.V, None)
         self.V += 1
+
+    def jump(self, to: int) -> None:
+        """Everything before `to` is over. Nobody may be beyond it; whoever is behind adopts it (a change of policy)."""
+        self._move()
+        self.passed.clear()
+        self.skipped.clear()
+        self.V = to
 
     def passed_V(self) -> int:
         return self.passed.get(self.V, 0)
 
     def missing(self) -> tuple[tuple[int, ...], int]:
         """Those whose push of iteration V has not come: the first few by name, and how many there are."""
+        if self._missing is None:
+            self._missing = self._find_missing()
+        return self._missing
+
+    def _find_missing(self) -> tuple[tuple[int, ...], int]:
         count = len(self.next) - self.passed_V()
         names: list[int] = []
         for worker in self.standing.get(self.V, ()):

@@ -13,14 +13,18 @@ Three things keep the shards of a run in step without talking to each other:
 - a push or a pull is a promise (see `core/progress.py`);
 - an answer names the iteration the worker is to compute: its own, or the shard's V if that is ahead, so a
   late or joining worker adopts the shard's iteration instead of staying late for ever.
+
+The policy in force may change when V rises (`switch`). Everything held is applied, V jumps to where the fastest
+worker stands, and the others adopt it like late ones, so that nobody waits for what lies between; but the one
+gradient each of them is still to send, being late through no fault of its own, is applied when it comes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.actions import Answer, Apply, Drop, Park
-from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, ViewChanged
+from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
+from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
 from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.progress import Progress
@@ -32,11 +36,20 @@ NOBODY = -1
 
 
 class Shard(Machine):
-    def __init__(self, policy: CentralPolicy, rank: int, members: Members) -> None:
+    def __init__(self, policy: CentralPolicy, rank: int, members: Members, seed: int = 0) -> None:
         super().__init__()
-        self.policy = policy
+        self.plan = policy
+        """All the policies of the run; `policy` is the one in force here and now."""
         self.rank = rank
+        self.members = members
+        self.seed = seed
         self.workers = members.workers
+        self.adopt(policy.in_force(rank, 0))
+        self.now = 0.0
+        self.overtime = False
+        """The time given to iteration V is over."""
+        self.owing: set[int] = set()
+        """Workers whose next gradient is late only because the policy changed: it is applied when it comes."""
         self.view = View(0, ())
         self.incarnations: dict[int, int] = {}
         """The live members and their incarnations."""
@@ -59,16 +72,23 @@ class Shard(Machine):
         self.mover = NOBODY
         """The worker whose event is being handled: whoever is released now was released by it."""
 
+    def adopt(self, policy: CentralPolicy) -> None:
+        self.policy = policy
+        self.gate = policy.gate(self.rank, self.members, self.seed)
+        self.weighted = bool(getattr(policy, "staleness_weighted", False))
+
     def on_restored(self, event: Restored) -> None:
         if self.view.number or self.version:
             raise IllegalEvent(f"shard {self.rank} has begun already: it cannot be restored")
         self.progress.V = event.iteration
         self.version = event.version
+        self.adopt(self.plan.in_force(self.rank, event.iteration))
 
     def on_view_changed(self, event: ViewChanged) -> None:
         if not self.is_newer(event.view):
             return
         self.view = event.view
+        self.now = event.at
         self.mover = NOBODY
         named = dict(event.view.members)
         for worker, incarnation in list(self.incarnations.items()):
@@ -76,7 +96,9 @@ class Shard(Machine):
                 del self.incarnations[worker]
                 self.departed[worker, incarnation] = self.progress.next[worker]
                 self.progress.leave(worker)
+                self.gate.forget(worker)
                 self.dropped.discard(worker)
+                self.owing.discard(worker)
                 self.waiting.pop(worker, None)
                 self.asked.pop(worker, None)
         # Those who waited for somebody lost are released by the view, before anybody who joins is heard.
@@ -96,19 +118,30 @@ class Shard(Machine):
 
     def on_push_arrived(self, event: PushArrived) -> None:
         handle = event.push.handle
-        if not self.counts(handle, good=True):
+        self.now = event.at
+        if not self.counts(handle, good=True, significance=event.significance):
             return
-        if self.policy.on_arrival:
-            self.apply((handle,), 1.0 / len(self.incarnations))
+        if self.policy.on_arrival or handle.iteration < self.progress.V:
+            weight = 1.0 / len(self.incarnations)
+            if self.weighted:
+                weight /= 1 + self.version - handle.version
+            self.apply((handle,), weight)
         else:
             self.held.setdefault(handle.iteration, []).append(handle)
 
     def on_push_rejected(self, event: PushRejected) -> None:
         handle = event.push.handle
+        self.now = event.at
         if self.counts(handle, good=False):
             self.drop(handle, event.reason)
 
-    def counts(self, handle: Handle, good: bool) -> bool:
+    def on_timer_fired(self, event: TimerFired) -> None:
+        self.now = event.at
+        self.mover = NOBODY
+        if event.timer == self.progress.V:
+            self.overtime = True
+
+    def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
         """Take note of the push. False if its gradient must not be used; it has then been dropped.
 
         A gradient that is not good counts as skipped: nobody waits for it, nor is it one of those there.
@@ -127,11 +160,14 @@ class Shard(Machine):
             return False
         self.mover = worker
         self.dropped.discard(worker)
+        owing = worker in self.owing
+        self.owing.discard(worker)
         if good:
+            self.gate.note_push(handle, self.now, significance)
             self.note_push(worker, iteration)
         else:
             progress.promise(worker, iteration + 1)
-        if iteration < progress.V:
+        if iteration < progress.V and not owing:
             self.drop(handle, f"late: iteration {iteration}, the shard is at {progress.V}")
             return False
         return True
@@ -149,6 +185,7 @@ class Shard(Machine):
 
     def on_pull_arrived(self, event: PullArrived) -> None:
         pull = event.pull
+        self.now = event.at
         known = self.incarnations.get(pull.worker)
         if known == pull.incarnation:
             self.take_pull(pull)
@@ -169,15 +206,15 @@ class Shard(Machine):
         if pull.iteration <= self.asked.get(pull.worker, -1):
             return
         self.asked[pull.worker] = pull.iteration
+        self.owing.discard(pull.worker)
         self.mover = pull.worker
         self.note_promise(pull)
         self.settle()
         i = pull.iteration - 1
-        V = self.progress.V
-        if self.policy.may_pull(i, V):
+        if self.gate.may_pull(pull.worker, i, self.progress):
             self.answer(pull, "", NOBODY)
         else:
-            self.park(pull, i, V)
+            self.park(pull, i, self.progress.V)
 
     def note_promise(self, pull: Pull) -> None:
         self.progress.promise(pull.worker, pull.iteration)
@@ -192,22 +229,58 @@ class Shard(Machine):
 
     def park(self, pull: Pull, i: int, V: int) -> None:
         self.waiting[pull.worker] = pull
-        self.parked.setdefault(self.policy.freed_at(i, V), []).append(pull)
+        self.parked.setdefault(self.gate.freed_at(pull.worker, i, V), []).append(pull)
         names, count = self.progress.missing()
         self.actions.append(Park(pull, self.policy.why(i, self.progress), names, count))
 
     def settle(self) -> None:
         progress = self.progress
-        while self.is_finished():
-            handles = self.held.pop(progress.V, None)
-            if handles:
-                # In rank order, so that the mean does not depend on who came first.
-                self.apply(tuple(sorted(handles, key=lambda h: (h.source, h.incarnation))), 1.0)
-            progress.rise()
-            for pull in self.parked.pop(progress.V, ()):
-                if self.waiting.get(pull.worker) == pull:
-                    del self.waiting[pull.worker]
-                    self.answer(pull, f"iteration {progress.V - 1} is finished", self.mover)
+        while progress.moved or self.overtime:
+            progress.moved = False
+            if not self.is_finished():
+                break
+            self.finish()
+
+    def finish(self) -> None:
+        """Iteration V is finished: one step on its mean, if that is how it is, and on to the next."""
+        progress = self.progress
+        handles = self.held.pop(progress.V, None)
+        if handles:
+            self.apply(in_rank_order(handles), 1.0)
+        progress.rise()
+        self.overtime = False
+        while (policy := self.plan.in_force(self.rank, progress.V)) is not self.policy and policy != self.policy:
+            self.switch(policy)
+        for pull in self.parked.pop(progress.V, ()):
+            if self.waiting.get(pull.worker) == pull:
+                self.release(pull, f"iteration {progress.V - 1} is finished")
+        allowed_s = self.gate.note_rise(progress.V, self.now)
+        if allowed_s is not None:
+            self.actions.append(SetTimer(progress.V, allowed_s))
+
+    def release(self, pull: Pull, reason: str) -> None:
+        del self.waiting[pull.worker]
+        self.gate.note_release(pull.worker, self.now)
+        self.answer(pull, reason, self.mover)
+
+    def switch(self, policy: CentralPolicy) -> None:
+        """Another policy is in force from now on: no gradient is lost, none waits, nobody stands ahead of V."""
+        progress = self.progress
+        for iteration in sorted(self.held):
+            handles = self.held.pop(iteration)
+            self.apply(in_rank_order(handles), min(1.0, len(handles) / len(self.incarnations)))
+        V = progress.V
+        to = max(V, *progress.next.values())
+        self.owing |= {worker for worker, at in progress.next.items() if V <= at < to}
+        progress.jump(to)
+        self.adopt(policy)
+        self.parked.clear()
+        for pull in list(self.waiting.values()):
+            i = pull.iteration - 1
+            if self.gate.may_pull(pull.worker, i, progress):
+                self.release(pull, f"{policy} is in force from iteration {to} on")
+            else:
+                self.parked.setdefault(self.gate.freed_at(pull.worker, i, to), []).append(pull)
 
     def is_finished(self) -> bool:
         """Whether iteration V is. Never beyond what some live worker has passed, whatever a policy says."""
@@ -216,7 +289,10 @@ class Shard(Machine):
         if not passed:
             return False
         skipped = len(progress.skipped.get(progress.V, ()))
-        return self.policy.finishes(passed - skipped, len(progress.next) - skipped, self.workers)
+        there, expected = passed - skipped, len(progress.next) - skipped
+        if self.policy.finishes(there, expected, self.workers):
+            return True
+        return self.overtime and self.policy.finishes_overtime(there, expected, self.workers)
 
     def check(self) -> None:
         progress = self.progress
@@ -233,3 +309,8 @@ class Shard(Machine):
             require(self.incarnations.get(worker) == pull.incarnation, f"worker {worker} waits but is no member")
             freed_at = parked.get(worker, -1)
             require(freed_at > progress.V, f"worker {worker} is parked for V={freed_at}, V is {progress.V}")
+
+
+def in_rank_order(handles: list[Handle]) -> tuple[Handle, ...]:
+    """So that a mean does not depend on who came first."""
+    return tuple(sorted(handles, key=lambda handle: (handle.source, handle.incarnation)))

@@ -29,30 +29,44 @@ def parameter(default: Any, *, low: float | None = None, high: float | None = No
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc})
 
 
+def option(default: Any, *, low: float | None = None, high: float | None = None, doc: str) -> Any:
+    """A parameter that most do without: its default is not written in the text form."""
+    metadata = {"low": low, "high": high, "doc": doc, "quiet": True}
+    return dataclasses.field(default=default, kw_only=True, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A named set of parameters with ranges. Making one with a value out of range raises `ConfigError`."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
+    origin: ClassVar[str] = ""
+    """What stands for the name in the text form, if it is not in a catalogue: a file and a class in it."""
 
     def __post_init__(self) -> None:
         types_of = typing.get_type_hints(type(self))
         for field in text_fields(self):
             label, value = f"{self.name}:{field.name}", getattr(self, field.name)
             if types_of[field.name] is int and (not isinstance(value, int) or isinstance(value, bool)):
-                raise ConfigError(f"{label}={_write(value)} is not a whole number ({describe_range(field)})")
+                raise ConfigError(f"{label}={write_value(value)} is not a whole number ({describe_range(field)})")
             check_range(label, value, field)
 
     def __str__(self) -> str:
-        given = [(field.name, getattr(self, field.name)) for field in text_fields(self)]
-        arguments = ",".join(f"{key}={_write(value)}" for key, value in given if value is not None)
-        return f"{self.name}:{arguments}" if arguments else self.name
+        given = [(field, getattr(self, field.name)) for field in text_fields(self)]
+        told = [(field.name, value) for field, value in given if not (is_quiet(field) and value == field.default)]
+        arguments = ",".join(f"{key}={write_value(value)}" for key, value in told if value is not None)
+        name = self.origin or self.name
+        return f"{name}:{arguments}" if arguments else name
 
 
 def text_fields(spec: Spec | type[Spec]) -> list[dataclasses.Field[Any]]:
     """The fields that are part of the text form: those declared with `parameter`."""
     return [field for field in dataclasses.fields(spec) if "doc" in field.metadata]
+
+
+def is_quiet(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("quiet"))
 
 
 def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
@@ -62,17 +76,17 @@ def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
             continue
         outside = (low is not None and number < low) or (high is not None and number > high)
         if outside or not math.isfinite(number):
-            raise ConfigError(f"{label}={_write(number)} is out of range: {describe_range(field)}")
+            raise ConfigError(f"{label}={write_value(number)} is out of range: {describe_range(field)}")
 
 
 def describe_range(field: dataclasses.Field[Any]) -> str:
     low, high = field.metadata.get("low"), field.metadata.get("high")
     if low is not None and high is not None:
-        return f"from {_write(low)} to {_write(high)}"
+        return f"from {write_value(low)} to {write_value(high)}"
     if low is not None:
-        return f"{_write(low)} or more"
+        return f"{write_value(low)} or more"
     if high is not None:
-        return f"at most {_write(high)}"
+        return f"at most {write_value(high)}"
     return "any"
 
 
@@ -156,9 +170,10 @@ def _read(text: str, wanted: Any, label: str, field: dataclasses.Field[Any]) -> 
     raise ConfigError(f"{label}={text} is not {noun} ({describe_range(field)})")
 
 
-def _write(value: Any) -> str:
+def write_value(value: Any) -> str:
+    """As it stands in a text form."""
     if isinstance(value, tuple):
-        return ":".join(_write(item) for item in value)
+        return ":".join(write_value(item) for item in value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

@@ -19,7 +19,7 @@ from paceline.core.messages import Members, Node
 from paceline.errors import PacelineError
 
 
-class Header(Struct, frozen=True, array_like=True, tag=True):
+class Header(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """What is needed to make the machines again, and the size of each shard's slice in bytes."""
 
     runtime: str
@@ -29,7 +29,7 @@ class Header(Struct, frozen=True, array_like=True, tag=True):
     slice_bytes: tuple[int, ...]
 
 
-class Record(Struct, frozen=True, array_like=True, tag=True):
+class Record(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """One step of one machine. `incarnation` tells the lives of a worker apart; servers have 0."""
 
     node: Node

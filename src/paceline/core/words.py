@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import (
     Event,
     GradientReady,
@@ -13,6 +13,7 @@ from paceline.core.events import (
     PushArrived,
     PushRejected,
     Restored,
+    TimerFired,
     ViewChanged,
 )
 from paceline.core.messages import Handle, Message, Parameters, Pull, Push
@@ -52,6 +53,8 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"answer of shard {parameters.shard} to {in_words(parameters)}"
         case GradientReady(iteration=iteration):
             return f"gradient of iteration {iteration} ready"
+        case TimerFired(timer=timer):
+            return f"timer {timer} fired"
         case Push(handle):
             return f"push of iteration {handle.iteration} by worker {name(author(handle))}"
         case Pull(iteration=iteration):
@@ -73,5 +76,7 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"answer {in_words(parameters)}{f' (was parked: {reason}{by})' if reason else ''}"
         case Park(pull, reason):
             return f"park the {in_words(pull)}: {reason}"
+        case SetTimer(timer, after_s):
+            return f"set timer {timer} to fire in {after_s:.3g} s"
         case _:
             assert_never(thing)

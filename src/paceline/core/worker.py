@@ -5,13 +5,15 @@ Each shard answers by itself, so the shards overlap: the next iteration starts w
 the largest any shard answered, and it pulls again from the shards that answered less: their parameters would
 otherwise miss updates the others already hold, and they would wait for pushes that never come.
 
-A worker starts when a view names it.
+With `rest_s` a worker pushes, rests for so long, and pulls then (naive waiting). A worker starts when a view names it.
 """
 
 from __future__ import annotations
 
-from paceline.core.actions import Compute, Send
-from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
+from bisect import bisect_left
+
+from paceline.core.actions import Compute, Send, SetTimer
+from paceline.core.events import GradientReady, ParametersArrived, TimerFired, ViewChanged
 from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Node, Pull, Push
 
@@ -21,9 +23,12 @@ ATTEMPT = 0
 
 
 class Worker(Machine):
-    def __init__(self, rank: int, members: Members) -> None:
+    def __init__(self, rank: int, members: Members, rest_s: float = 0.0) -> None:
         super().__init__()
         self.rank = rank
+        self.rest_s = rest_s
+        self.resting = False
+        """It has pushed and will pull when the timer fires."""
         self.shards = [Node("server", shard) for shard in range(members.servers)]
         self.incarnation = NOT_STARTED
         self.view_number = 0
@@ -43,7 +48,10 @@ class Worker(Machine):
         if event.view.number <= self.view_number:
             return
         self.view_number = event.view.number
-        incarnation = dict(event.view.members).get(self.rank, NOT_STARTED)
+        members = event.view.members
+        at = bisect_left(members, (self.rank,))
+        named = at < len(members) and members[at][0] == self.rank
+        incarnation = members[at][1] if named else NOT_STARTED
         if self.incarnation == NOT_STARTED and incarnation != NOT_STARTED:
             self.incarnation = incarnation
             self.pull(list(range(len(self.shards))), 0)
@@ -71,12 +79,22 @@ class Worker(Machine):
         for shard, node in enumerate(self.shards):
             handle = Handle(self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard])
             self.actions.append(Send(node, Push(handle)))
-            self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))
+            if not self.rest_s:
+                self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))
         self.iteration += 1
-        self.waiting.update(range(len(self.shards)))
+        if self.rest_s:
+            self.resting = True
+            self.actions.append(SetTimer(self.iteration, self.rest_s))
+        else:
+            self.waiting.update(range(len(self.shards)))
+
+    def on_timer_fired(self, event: TimerFired) -> None:
+        if self.resting and event.timer == self.iteration:
+            self.resting = False
+            self.pull(list(range(len(self.shards))), self.iteration)
 
     def settle(self) -> None:
-        if self.incarnation == NOT_STARTED or self.computing or self.waiting:
+        if self.waiting or self.computing or self.resting or self.incarnation == NOT_STARTED:
             return
         self.iteration = self.agree(self.answered)
         behind = [shard for shard, answered in enumerate(self.answered) if answered < self.iteration]

@@ -1,25 +1,115 @@
-"""The synchronization policies, one algorithm per file. `parse("ssp:staleness=3")` makes one from text."""
+"""The synchronization policies, one algorithm per file. `parse("ssp:staleness=3")` makes one from text.
+
+ssp:staleness=3                   a policy and its parameters
+./mine.py:MyPolicy:bound=2        one of your own (own.py)
+ssp:staleness=3+backup:extra=1    another on each shard (several.py)
+bsp@0,ssp:staleness=3@100         another from iteration 100 on (several.py)
+"""
 
 from __future__ import annotations
 
+import re
+
 from paceline.core import spec
-from paceline.core.policy import Policy
+from paceline.core.policy import CentralPolicy, Policy
+from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
+from paceline.policies import own
 from paceline.policies.asp import ASP
 from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
+from paceline.policies.deadline import Deadline
+from paceline.policies.dssp import DSSP
+from paceline.policies.pssp import PSSP
+from paceline.policies.several import Mix, Switch
 from paceline.policies.ssp import SSP
+from paceline.policies.waiting import Waiting
 
-CATALOGUE: dict[str, type[Policy]] = {policy.name: policy for policy in (BSP, ASP, SSP, Backup)}
+CATALOGUE: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting)
+}
+REGISTERED: dict[str, type[Policy]] = {}
+"""Classes of policy objects that were given: this process, and its forks, know them by their names too."""
+
+PHASE = re.compile(r"(.+?)@\s*(\d+)\s*(?:,|$)", re.DOTALL)
+BETWEEN_SHARDS = re.compile(r"\+(?=\s*[A-Za-z_./~])")
 
 
 def parse(policy: str | Policy) -> Policy:
     """A policy from its text form; a policy object is returned as it is."""
     if isinstance(policy, Policy):
+        register(policy)
         return policy
     if not isinstance(policy, str):
         raise ConfigError(f"a policy is a text like 'ssp:staleness=3' or a Policy, got {policy!r}")
-    return spec.parse(policy, CATALOGUE, "policy")
+    if PHASE.search(policy):
+        return parse_switch(policy)
+    return parse_mix(policy)
 
 
-__all__ = ["ASP", "BSP", "CATALOGUE", "SSP", "Backup", "Policy", "parse"]
+def parse_switch(text: str) -> Switch:
+    phases, end = [], 0
+    for phase in PHASE.finditer(text):
+        if phase.start() != end:
+            break
+        phases.append((central(parse_mix(phase[1])), int(phase[2])))
+        end = phase.end()
+    if end != len(text):
+        raise ConfigError(f"{text!r}: each policy needs its iteration, as bsp@0,ssp:staleness=3@100")
+    return Switch(tuple(phases))
+
+
+def parse_mix(text: str) -> Policy:
+    texts = BETWEEN_SHARDS.split(text)
+    if len(texts) == 1:
+        return parse_one(text)
+    return Mix(tuple(central(parse_one(part)) for part in texts))
+
+
+def parse_one(text: str) -> Policy:
+    if own.is_own(text):
+        return own.parse(text)
+    name, arguments = spec.split(text)
+    if name in REGISTERED:
+        return spec.build(REGISTERED[name], arguments)
+    return spec.parse(text, CATALOGUE, "policy")
+
+
+def central(policy: Policy) -> CentralPolicy:
+    if not isinstance(policy, CentralPolicy):
+        raise ConfigError(f"{policy} cannot be one of several policies: it has no parameter servers")
+    return policy
+
+
+def register(policy: Policy) -> None:
+    """Make the text form of a policy object readable in this process and its forks."""
+    cls = type(policy)
+    if isinstance(policy, Mix | Switch):
+        for part in policy.policies if isinstance(policy, Mix) else [phase for phase, _ in policy.phases]:
+            register(part)
+    elif not cls.origin and CATALOGUE.get(cls.name) is not cls:
+        if cls.name in CATALOGUE:
+            raise ConfigError(
+                f"{cls.__name__} has the name {cls.name!r} of one of paceline's policies: give it its own"
+            )
+        REGISTERED[cls.name] = cls
+
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "CATALOGUE",
+    "DSSP",
+    "PSSP",
+    "SSP",
+    "Backup",
+    "CentralPolicy",
+    "Deadline",
+    "Mix",
+    "Policy",
+    "Switch",
+    "Waiting",
+    "option",
+    "parameter",
+    "parse",
+]

@@ -9,7 +9,8 @@ What it promises. Each worker goes at its own pace; throughput is the sum of eve
 
 What it gives up. A gradient is computed on parameters that others have changed since: with N equal workers
 N - 1 updates lie between a read and its push, and one slow worker's gradients are staler without bound. Large
-learning rates that BSP takes well diverge here (004, section 2.1).
+learning rates that BSP takes well diverge here (004, section 2.1). With `staleness_weighted` a step is divided
+by 1 + its staleness: the slow do less harm, and less good.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.policy import CentralPolicy
+from paceline.core.policy import CentralPolicy, staleness_weighted_option
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ASP(CentralPolicy):
     name: ClassVar[str] = "asp"
     paper: ClassVar[str] = "004 Alg. 1-2 (Async-Opt); 001 Table III"
     on_arrival: ClassVar[bool] = True
+
+    staleness_weighted: bool = staleness_weighted_option()
 
     def may_pull(self, i: int, V: int) -> bool:
         return True

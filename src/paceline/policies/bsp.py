@@ -32,3 +32,7 @@ class BSP(CentralPolicy):
 
     def freed_at(self, i: int, V: int) -> int:
         return i + 1
+
+    @property
+    def bound(self) -> int:
+        return 0

@@ -17,8 +17,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from paceline.core.actions import Answer, Compute, Park
-from paceline.core.events import GradientReady, ViewChanged
+from paceline.core.actions import Answer, Compute, Park, SetTimer
+from paceline.core.events import GradientReady, TimerFired, ViewChanged
 from paceline.core.messages import View
 from paceline.core.trace import Record, Trace
 
@@ -167,9 +167,13 @@ class Lanes:
                 return
             if type(event) is GradientReady:
                 lane.finish_compute(at)
+            elif type(event) is TimerFired:
+                lane.answer(at, NOBODY, NOBODY)
             for action in record.actions:
                 if type(action) is Compute:
                     lane.start_compute(at, action.iteration)
+                elif type(action) is SetTimer:
+                    lane.park(at, NOBODY, "rests before it pulls")
         elif role == "server":
             for action in record.actions:
                 if type(action) is Answer:

@@ -8,15 +8,27 @@ workers, one for servers) and a clock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import Protocol
 
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import Event
 from paceline.core.machine import Machine
 from paceline.core.messages import Node, View
 from paceline.core.trace import Record
 
 Recorder = Callable[[Record], None]
+
+
+ORDERS: dict[type, str] = {
+    Send: "send",
+    Answer: "answer",
+    Apply: "apply",
+    Compute: "compute",
+    Drop: "drop",
+    Park: "park",
+    SetTimer: "set_timer",
+}
+"""The method of a carrier that carries an action out."""
 
 
 class NoSuchAction(AssertionError):
@@ -37,6 +49,8 @@ class Carrier(Protocol):
     def answer(self, action: Answer) -> None: ...
 
     def park(self, action: Park) -> None: ...
+
+    def set_timer(self, action: SetTimer) -> None: ...
 
 
 class WorkerCarrier:
@@ -83,21 +97,7 @@ class Seat:
             self.record(Record(self.node, self.incarnation, event, tuple(actions)))
         carrier = self.carrier
         for action in actions:
-            match action:
-                case Send():
-                    carrier.send(action)
-                case Answer():
-                    carrier.answer(action)
-                case Apply():
-                    carrier.apply(action)
-                case Compute():
-                    carrier.compute(action)
-                case Drop():
-                    carrier.drop(action)
-                case Park():
-                    carrier.park(action)
-                case _:
-                    assert_never(action)
+            getattr(carrier, ORDERS[type(action)])(action)
 
 
 class Authority:

@@ -13,6 +13,8 @@ ranks join. One authority numbers the views; each receiver gets each view after 
 overtakes a loss. A push may arrive twice, the second time much later; so may a pull. A slice may be rejected. A
 worker that is to compute iteration `iterations` is done and leaves.
 
+Timers fire when they are due. A policy that wants the significance of pushes is given random ones.
+
 What is judged (`ledger.py`), from what was delivered and the policy's `finishes`, never from the machines' fields:
 
 - *hang*: when nothing is in flight any more, every live worker has reached the last iteration;
@@ -23,11 +25,13 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
   others run ahead of a parked worker (a planned barrier);
 - *handles*: each gradient that arrived is consumed once, by `Apply` or `Drop`, and none is left at the end.
   None that did not arrive, or came from a stranger, or was rejected, is applied;
-- *late*: a good gradient of a live member is dropped only if its iteration was finished before it came;
-- *bound* (a policy with a `staleness` s, and BSP with s = 0): an answer for iteration c leaves no live member
+- *late*: a good gradient of a live member is dropped only if its iteration was finished before it came, and not
+  because a change of policy had moved V past it;
+- *bound* (a policy whose `bound` s is a number): an answer for iteration c leaves no live member
   of that shard's view below c - s, and a worker starts c only on such answers, from every shard;
 - *mean* (not `on_arrival`): one `Apply` is of one iteration, finished by this very event, and all its
-  gradients were computed on exactly the version it changes: staleness 0;
+  gradients were computed on exactly the version it changes: staleness 0. (The first mean after a change of
+  policy is of gradients computed under the one before, and those it made late come in between);
 - *enough* (a policy with an `extra` b): a step is on the gradients of exactly min(N - b, expected) live members,
   N as configured, expected being those that have not skipped the iteration. Without faults that is N - b, always.
   Those of members lost since come on top; a rejected slice takes the place of one;

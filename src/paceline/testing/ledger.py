@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send
-from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
 from paceline.core.messages import Handle, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.words import Process, asker, author, in_words, name
-from paceline.policies.bsp import BSP
 from paceline.testing.story import Story
 
 
 class Ledger:
     """`note` an event, then `judge` what the shard ordered. The rules are those listed in `paceline.testing`."""
 
-    def __init__(self, policy: CentralPolicy, story: Story, patience: int) -> None:
-        self.policy = policy
+    def __init__(self, plan: CentralPolicy, rank: int, story: Story, patience: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.policy = plan.in_force(rank, 0)
+        """The one in force."""
+        self.switched = False
+        """It came into force with this very event."""
+        self.overtime = False
+        """The time given to iteration V is over."""
+        self.owing: set[Process] = set()
+        """Those whose next gradient a change of policy has made late."""
+        self.changed_at = -1
+        """The V at which the policy changed last: gradients of that iteration were computed under the one before."""
+        self.owed_versions: set[int] = set()
+        """Versions made by gradients that were owed."""
         self.workers = story.trace.header.members.workers
         self.expect = story.expect
         self.patience = patience
@@ -34,15 +46,17 @@ class Ledger:
         self.asked: dict[Process, Pull] = {}
         """Pulls not answered yet."""
         self.parked: set[Process] = set()
-        self.lowest: dict[Process, int] = {}
-        """The smallest `next` of all members at the answer each process got last."""
+        self.lowest: dict[Process, tuple[int, int | None]] = {}
+        """The smallest `next` of all members at the answer each process got last, and the bound then in force."""
         self.fate: dict[Handle, str] = {}
-        """Of each gradient that arrived: good, bad (rejected, or from a stranger), consumed."""
+        """Of each gradient that arrived: good, owed (late by a change of policy), bad (rejected, or from a stranger),
+        consumed."""
         self.dropped: set[Process] = set()
         self.version = 0
 
     def note(self, event: Event) -> None:
         self.V_before = self.V
+        self.switched = False
         match event:
             case ViewChanged(view=view) if view.number > self.view.number:
                 self.view = view
@@ -50,14 +64,18 @@ class Ledger:
                 self.rise()
                 self.next = dict.fromkeys(view.members, self.V) | self.next
                 self.parked &= self.next.keys()
+                self.owing &= self.next.keys()
                 for process, pull in self.asked.items():
                     self.promise(process, pull.iteration)
+            case TimerFired(timer=timer):
+                self.overtime |= timer == self.V
             case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
                 self.note_push(push.handle, good=isinstance(event, PushArrived))
             case PullArrived(pull=pull) if pull.iteration > self.heard.get(asker(pull), -1):
                 self.heard[asker(pull)] = pull.iteration
                 self.asked[asker(pull)] = pull
                 self.parked.discard(asker(pull))
+                self.owing.discard(asker(pull))
                 self.promise(asker(pull), pull.iteration)
         self.asked = {process: pull for process, pull in self.asked.items() if not self.is_ghost(process)}
         self.rise()
@@ -65,6 +83,9 @@ class Ledger:
     def note_push(self, handle: Handle, good: bool) -> None:
         process = author(handle)
         self.fate[handle] = "good" if good and process in self.next else "bad"
+        if self.fate[handle] == "good" and process in self.owing and handle.iteration < self.V:
+            self.fate[handle] = "owed"
+        self.owing.discard(process)
         self.dropped.discard(process)
         if process in self.next and good:
             self.pushed.add((process, handle.iteration))
@@ -79,11 +100,26 @@ class Ledger:
             there = sum((process, self.V) in self.pushed for process in self.next)
             passed = sum(at > self.V for at in self.next.values())
             expected = len(self.next) - (passed - there)
-            if not self.policy.finishes(there, expected, self.workers):
+            finished = self.policy.finishes(there, expected, self.workers)
+            if not finished and self.overtime:
+                finished = self.policy.finishes_overtime(there, expected, self.workers)
+            if not finished:
                 break
+            self.overtime = False
             if (extra := getattr(self.policy, "extra", None)) is not None:
                 self.enough[self.V] = min(self.workers - extra, expected)
             self.V += 1
+            while (policy := self.plan.in_force(self.rank, self.V)) != self.policy:
+                self.switch(policy)
+
+    def switch(self, policy: CentralPolicy) -> None:
+        """Everybody stands where the fastest does; whoever was behind, but not late, owes one gradient."""
+        self.policy = policy
+        self.switched = True
+        to = max(self.V, *self.next.values())
+        self.owing |= {process for process, at in self.next.items() if self.V <= at < to}
+        self.next = {process: max(at, to) for process, at in self.next.items()}
+        self.V = self.changed_at = to
 
     def is_ghost(self, process: Process) -> bool:
         """Not a member, and a later life of the same rank was named or has asked."""
@@ -98,8 +134,8 @@ class Ledger:
                     self.judge_apply(action, what)
                 case Drop(handle):
                     fate = self.fate.get(handle, "not here")
-                    self.expect(fate in ("good", "bad"), "handles", f"{what}, but it is {fate}")
-                    late = handle.iteration < self.V_before
+                    self.expect(fate in ("good", "owed", "bad"), "handles", f"{what}, but it is {fate}")
+                    late = handle.iteration < self.V_before and fate != "owed"
                     self.expect(late or fate == "bad", "late", f"{what}, at V={self.V_before}")
                     self.fate[handle] = "consumed"
                     self.dropped.add(author(handle))
@@ -107,6 +143,8 @@ class Ledger:
                     self.judge_answer(parameters, what)
                 case Park():
                     self.judge_park(action, what)
+                case SetTimer(after_s=after_s):
+                    self.expect(after_s >= 0, "answer", f"a time cannot be negative: {what}")
                 case Compute() | Send():
                     self.expect(False, "answer", f"a shard may not {what}")
                 case _:
@@ -119,23 +157,31 @@ class Ledger:
                 self.expect(waits, "parked", f"waits for nobody: {in_words(pull)}")
 
     def judge_apply(self, apply: Apply, what: str) -> None:
+        owed = [self.fate.get(handle) for handle in apply.handles] == ["owed"]
         for handle in apply.handles:
             fate = self.fate.get(handle, "not here")
-            self.expect(fate == "good", "handles", f"{what}, but {handle} is {fate}")
+            self.expect(fate == "good" or owed, "handles", f"{what}, but {handle} is {fate}")
             self.fate[handle] = "consumed"
         sound = apply.handles and apply.version == self.version + 1 and 0 < apply.weight <= 1
         self.expect(bool(sound), "handles", f"{what}, the version was {self.version}")
-        if not self.policy.on_arrival:
+        if not self.policy.on_arrival and not owed and not self.switched:
             iterations = {handle.iteration for handle in apply.handles}
             finished = len(iterations) == 1 and self.V_before <= min(iterations) < self.V
             self.expect(finished, "mean", f"{what}, V rose from {self.V_before} to {self.V}")
-            stale = [handle for handle in apply.handles if handle.version != self.version]
+            stale = [handle for handle in apply.handles if self.is_stale(handle)]
             self.expect(not stale, "mean", f"{what} has stale gradients: {stale}")
             there = sum(author(handle) in self.next for handle in apply.handles)
             enough = self.enough.get(min(iterations), there)
             self.expect(there == enough, "enough", f"{what}: {there} live members' gradients instead of {enough}")
             self.V_before = min(iterations) + 1
+        if owed:
+            self.owed_versions.add(apply.version)
         self.version = apply.version
+
+    def is_stale(self, handle: Handle) -> bool:
+        """Whether the parameters have changed since those it was computed on, other than by a change of policy."""
+        since = set(range(handle.version + 1, self.version + 1))
+        return handle.iteration != self.changed_at and not since <= self.owed_versions
 
     def judge_answer(self, parameters: Parameters, what: str) -> None:
         process = asker(parameters)
@@ -145,12 +191,11 @@ class Ledger:
         self.expect(asked, "answer", f"{what}, which asked for {pull}")
         self.expect(parameters.version == self.version, "answer", f"{what}, the version is {self.version}")
         self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
-        self.lowest[process] = min(self.next.values())
+        self.lowest[process] = (min(self.next.values()), self.policy.bound)
         self.judge_bound(process, parameters.iteration)
 
     def judge_bound(self, process: Process, iteration: int) -> None:
-        bound = getattr(self.policy, "staleness", 0 if isinstance(self.policy, BSP) else None)
-        lowest = self.lowest.get(process, 0)
+        lowest, bound = self.lowest.get(process, (0, None))
         fine = bound is None or lowest >= iteration - bound
         self.expect(fine, "bound", f"worker {name(process)} at {iteration}, a member at {lowest} (s={bound})")
 

@@ -9,7 +9,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from paceline.core.actions import Answer, Compute, Send
+from paceline.core.actions import Answer, Compute, Send, SetTimer
 from paceline.core.events import (
     Event,
     GradientReady,
@@ -17,11 +17,13 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    TimerFired,
     ViewChanged,
 )
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Message, Node, Parameters, Pull, Push, Role, View
 from paceline.core.policy import CentralPolicy
+from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record
 from paceline.core.words import Process, asker, in_words, name
 from paceline.testing.ledger import Ledger
@@ -44,7 +46,7 @@ class Run:
         self.members = header.members
         self.iterations = iterations
         self.make = make
-        self.ledgers = [Ledger(policy, self.story, patience) for _ in range(self.members.servers)]
+        self.ledgers = [Ledger(policy, shard, self.story, patience) for shard in range(self.members.servers)]
         self.random = Random(header.seed)
         self.now = 0.0
         self.order = count()
@@ -119,7 +121,10 @@ class Run:
 
     def push(self, shard: int, push: Push) -> None:
         bad = self.faults and self.random.random() < 0.03
-        event = PushRejected(self.now, push, "not finite") if bad else PushArrived(self.now, push)
+        machine = self.shards[shard]
+        wanted = isinstance(machine, Shard) and machine.gate.wants_significance
+        significance = self.random.expovariate(2.0) if wanted else None
+        event = PushRejected(self.now, push, "not finite") if bad else PushArrived(self.now, push, significance)
         self.step(Node("server", shard), event)
 
     def pull_again(self, shard: int, pull: Pull) -> None:
@@ -149,6 +154,9 @@ class Run:
                     self.send((process, to.rank, True), message)
                 case Compute():
                     self.compute(process, action)
+                case SetTimer(timer, after_s):
+                    due = self.now + after_s
+                    self.later(after_s, self.step, node, TimerFired(due, timer), process)
 
     def compute(self, process: Process, compute: Compute) -> None:
         new = compute.iteration > self.computed.get(process, -1)

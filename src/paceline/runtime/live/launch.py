@@ -256,7 +256,17 @@ class Driver:
             if not self.stopping:
                 self.start_worker(entry[1])
 
+    def _hear_last_words(self, server: Child) -> None:
+        """It ended as asked; that it said so may be noticed after that it is gone."""
+        until = time.monotonic() + TICK_S
+        while server.rank not in self.servers_finished and time.monotonic() < until:
+            self.waiter.wait(TICK_S / 20)
+            while (received := self.listener.receive()) is not None:
+                self.hear(wire.decode_to_driver(received[1]))
+
     def _server_ended(self, child: Child, code: int) -> None:
+        if code == 0 and self.asked_to_finish:
+            self._hear_last_words(child)
         if child.rank in self.servers_finished:
             return
         checkpoint = self.keeper.last if self.keeper is not None else None

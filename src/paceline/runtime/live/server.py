@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import assert_never
 
@@ -19,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import policies
-from paceline.core.actions import Answer, Apply, Drop, Park
-from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, ViewChanged
+from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
+from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
 from paceline.core.messages import Handle, Node, Pull, Push
 from paceline.core.shard import Shard
 from paceline.runtime.driver import Seat, ServerCarrier
@@ -32,6 +33,8 @@ from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
 IDLE_S = 0.5
 STATUS_S = 0.5
+SMALLEST = 1e-30
+"""Parameters that are all zero make any gradient significant."""
 
 
 class Segment:
@@ -74,6 +77,8 @@ class LiveServer(ServerCarrier):
         self.hyper: tuple[Hyper, ...] | None = None
         """What a scheduler has changed the hyper-parameters to."""
         self.checkpoint_every: int | None = None
+        self.timers: list[tuple[float, int]] = []
+        """(when, which), the next first."""
         self.seat: Seat
         self.machine: Shard
 
@@ -83,7 +88,8 @@ class LiveServer(ServerCarrier):
     def run(self) -> None:
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=False)))
         while not self.finished:
-            ready = self.waiter.wait(IDLE_S)
+            ready = self.waiter.wait(self.until_timer())
+            self.fire_timers()
             if not ready:
                 self.trace.flush()
             # Views first: somebody may be waiting for the dead.
@@ -96,6 +102,14 @@ class LiveServer(ServerCarrier):
         self.driver.close()
         self.listener.close()
         self.waiter.close()
+
+    def until_timer(self) -> float:
+        """How long to wait for a message at most."""
+        return min(IDLE_S, max(0.001, self.timers[0][0] - self.now())) if self.timers else IDLE_S
+
+    def fire_timers(self) -> None:
+        while self.timers and self.timers[0][0] <= self.now():
+            self.seat.tell(TimerFired(self.now(), heappop(self.timers)[1]))
 
     def obey(self, order: wire.ToServer) -> None:
         match order:
@@ -214,7 +228,11 @@ class LiveServer(ServerCarrier):
         if exchange.refusal:
             self.seat.tell(PushRejected(self.now(), push, exchange.refusal))
         else:
-            self.seat.tell(PushArrived(self.now(), push))
+            significance = None
+            if self.machine.gate.wants_significance:
+                weights = max(float(self.optimizer.values.norm()), SMALLEST)
+                significance = float(segment.values.norm()) / weights
+            self.seat.tell(PushArrived(self.now(), push, significance))
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
@@ -260,6 +278,9 @@ class LiveServer(ServerCarrier):
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason
+
+    def set_timer(self, action: SetTimer) -> None:
+        heappush(self.timers, (self.now() + action.after_s, action.timer))
 
 
 def sender_of(message: Push | Pull) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import cluster, policies
-from paceline.core.actions import Compute, Send
-from paceline.core.events import GradientReady, ParametersArrived, ViewChanged
+from paceline.core.actions import Compute, Send, SetTimer
+from paceline.core.events import GradientReady, ParametersArrived, TimerFired, ViewChanged
 from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
 from paceline.core.worker import Worker
@@ -58,12 +58,14 @@ class LiveWorker(WorkerCarrier):
         self.servers: list[Link] = []
         self.outbox: dict[int, list[Push | Pull]] = {}
         self.ordered: Compute | None = None
+        self.timer: tuple[float, int] | None = None
+        """When the worker is to pull, if it rests before: naive waiting."""
         self.epoch_s = time.monotonic()
         self.stopping = False
         self.heard_s = 0.0
         self.fetched: set[str] = set()
         self.hands = Hands(self)
-        self.said: dict[int, bytes] = {}
+        self.said: dict[int, wire.Exchange] = {}
         """The last message to each shard."""
         self.pushed: Sequence[Tensor | None] = ()
         """The gradient in it."""
@@ -224,6 +226,9 @@ class LiveWorker(WorkerCarrier):
         pull, of the same shard too.
         """
         while self.ordered is None:
+            if self.timer is not None:
+                self.rest(*self.timer)
+                continue
             server = self.servers[min(self.machine.waiting)]
             message = server.wait_for(IDLE_S)
             if message is not None:
@@ -242,6 +247,20 @@ class LiveWorker(WorkerCarrier):
         self.hands.settle(counted=not all(self.machine.dropped))
         if self.stopping:
             raise Stopped
+
+    def rest(self, due: float, timer: int) -> None:
+        """Naive waiting: pull when the time is over. The driver is heard meanwhile."""
+        remaining = due - self.now()
+        if remaining > 0:
+            time.sleep(min(remaining, IDLE_S))
+            if remaining > IDLE_S:
+                self.hear_driver()
+                if self.stopping:
+                    raise Stopped
+        else:
+            self.timer = None
+            self.seat.tell(TimerFired(self.now(), timer))
+            self.flush()
 
     def hear_shard(self, message: wire.Fetched | Parameters) -> None:
         if isinstance(message, wire.Fetched):
@@ -297,13 +316,18 @@ class LiveWorker(WorkerCarrier):
         if shard not in self.machine.waiting or shard not in self.said:
             return
         self.segments.restore(shard, len(self.servers), self.pushed)
-        self.servers[shard].send(self.said[shard])
+        self.servers[shard].send(wire.encode(self.said[shard]))
 
     def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
         """Send what the machine has ordered: one message to each shard."""
         for shard, messages in self.outbox.items():
-            self.said[shard] = wire.encode(wire.Exchange(tuple(messages), hyper, absent, refusal))
-            self.servers[shard].send(self.said[shard])
+            exchange = wire.Exchange(tuple(messages), hyper, absent, refusal)
+            self.servers[shard].send(wire.encode(exchange))
+            # After a rest the pull comes alone: to a server that was restarted, its push is to be said again too.
+            before = self.said.get(shard)
+            if before is not None and isinstance(before.messages[-1], Push):
+                exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
+            self.said[shard] = exchange
         self.outbox.clear()
 
     def slow_down(self, started: float) -> None:
@@ -355,3 +379,6 @@ class LiveWorker(WorkerCarrier):
 
     def send(self, action: Send) -> None:
         self.outbox.setdefault(action.to.rank, []).append(action.message)
+
+    def set_timer(self, action: SetTimer) -> None:
+        self.timer = (self.now() + action.after_s, action.timer)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Any
 
-FAULT, MESSAGE, COMPUTE = 0, 1, 2
-"""Priorities at equal times: faults strike first, then messages arrive, then computations end."""
+FAULT, MESSAGE, COMPUTE, TIMER = 0, 1, 2, 3
+"""Priorities at equal times: faults strike first, then messages arrive, then computations end, timers fire last."""
 
 Happening = Callable[[], None]
 
@@ -20,12 +21,17 @@ class Engine:
     def __init__(self) -> None:
         self.now = 0.0
         self.stopped = False
-        self.heap: list[tuple[float, int, int, Happening]] = []
+        self.heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self.sequence = 0
 
     def at(self, time: float, priority: int, happening: Happening) -> None:
         self.sequence += 1
-        heappush(self.heap, (time, priority, self.sequence, happening))
+        heappush(self.heap, (time, priority, self.sequence, happening, None))
+
+    def tell(self, time: float, priority: int, whom: Callable[[Any], None], what: object) -> None:
+        """The same for `whom(what)`: most of what happens is that somebody is told something, and a closure costs."""
+        self.sequence = sequence = self.sequence + 1
+        heappush(self.heap, (time, priority, sequence, whom, what))
 
     def stop(self) -> None:
         """End the run after what is happening now."""
@@ -34,8 +40,11 @@ class Engine:
     def run(self) -> None:
         heap = self.heap
         while heap and not self.stopped:
-            self.now, _, _, happening = heappop(heap)
-            happening()
+            self.now, _, _, happening, what = heappop(heap)
+            if what is None:
+                happening()
+            else:
+                happening(what)
 
 
 class Wire:

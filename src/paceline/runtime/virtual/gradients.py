@@ -138,11 +138,15 @@ class Gradients:
 
     def take(self, handle: Handle, shard: int) -> Tensor:
         """The slice of a gradient for one shard; the last shard to take it frees it."""
-        key = (handle.source, handle.incarnation, handle.iteration)
-        pending = self.pending[key]
+        gradient = self.look(handle, shard)
+        self.discard(handle)
+        return gradient
+
+    def look(self, handle: Handle, shard: int) -> Tensor:
+        """The same, without taking it."""
+        pending = self.pending[handle.source, handle.incarnation, handle.iteration]
         if pending.gradient is None:
             self._compute()
-        self.discard(handle)
         return cast(Tensor, pending.gradient)[self.shards[shard]]
 
     def discard(self, handle: Handle) -> None:

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send
-from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived, TimerFired
 from paceline.core.messages import Parameters, Pull, Push
+from paceline.core.shard import Shard
 from paceline.runtime.driver import Seat, ServerCarrier, WorkerCarrier
-from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, Wire
+from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Wire
 from paceline.tensors.optimizers import SliceOptimizer
 
 if TYPE_CHECKING:
     from paceline.runtime.virtual.simulation import Simulation
+
+
+SMALLEST = 1e-30
+"""Parameters that are all zero make any gradient significant."""
 
 
 class VirtualServer(ServerCarrier):
@@ -32,18 +37,25 @@ class VirtualServer(ServerCarrier):
         self.inward = Wire(cluster.latency_s, cluster.bandwidth)
         self.outward = Wire(cluster.latency_s, cluster.bandwidth)
         self.seat: Seat
+        self.machine: Shard
 
     def receive(self, message: Push | Pull) -> None:
         """Take a message that a worker sends now."""
         engine = self.simulation.engine
-        event: Event
         if isinstance(message, Push):
             arrival = self.inward.arrival(engine.now, message.handle.nbytes)
-            event = PushArrived(arrival, message)
+            engine.at(arrival, MESSAGE, lambda: self.take_push(arrival, message))
         else:
             arrival = self.inward.arrival(engine.now, 0)
             event = PullArrived(arrival, message)
-        engine.at(arrival, MESSAGE, lambda: self.seat.tell(event))
+            engine.tell(arrival, MESSAGE, self.seat.tell, event)
+
+    def take_push(self, arrival: float, push: Push) -> None:
+        significance = None
+        if self.machine.gate.wants_significance:
+            gradient = self.simulation.gradients.look(push.handle, self.shard)
+            significance = float(gradient.norm() / self.optimizer.values.norm().clamp(min=SMALLEST))
+        self.seat.tell(PushArrived(arrival, push, significance))
 
     def apply(self, action: Apply) -> None:
         take, cut = self.simulation.gradients.take, self.optimizer.cut
@@ -65,6 +77,10 @@ class VirtualServer(ServerCarrier):
 
     def park(self, action: Park) -> None:
         """Nothing to do: the worker waits by itself."""
+
+    def set_timer(self, action: SetTimer) -> None:
+        due = self.simulation.engine.now + action.after_s
+        self.simulation.engine.at(due, TIMER, lambda: self.seat.tell(TimerFired(due, action.timer)))
 
 
 class VirtualWorker(WorkerCarrier):
@@ -102,12 +118,12 @@ class VirtualWorker(WorkerCarrier):
         down = self.down
         if down is None:
             event = ParametersArrived(arrival, parameters)
-            engine.at(arrival, MESSAGE, lambda: self.tell(event))
+            engine.tell(arrival, MESSAGE, self.tell, event)
             return
 
         def pass_link() -> None:
             through = down.arrival(engine.now, self.simulation.slice_bytes[parameters.shard])
-            engine.at(through, MESSAGE, lambda: self.tell(ParametersArrived(through, parameters)))
+            engine.tell(through, MESSAGE, self.tell, ParametersArrived(through, parameters))
 
         engine.at(arrival, MESSAGE, pass_link)
 
@@ -138,6 +154,10 @@ class VirtualWorker(WorkerCarrier):
             return
         self.computing = None
         self.tell(GradientReady(engine.now, action.iteration, action.attempt, self.simulation.slice_bytes))
+
+    def set_timer(self, action: SetTimer) -> None:
+        due = self.simulation.engine.now + action.after_s
+        self.simulation.engine.at(due, TIMER, lambda: self.tell(TimerFired(due, action.timer)))
 
     def die(self) -> None:
         self.alive = False

@@ -13,6 +13,7 @@ from paceline.cluster import Cluster, Fault
 from paceline.core.events import ViewChanged
 from paceline.core.messages import Members, Node, View
 from paceline.core.policy import Policy
+from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record, Trace
 from paceline.dealing import Dealer
 from paceline.run import Point, Run, Target
@@ -89,6 +90,8 @@ class Simulation:
         server = VirtualServer(self, shard, optimizer)
         node = Node("server", shard)
         machine = self.plan.policy.machine("server", shard, self.members, self.seed)
+        assert isinstance(machine, Shard)
+        server.machine = machine
         server.seat = Seat(node, 0, machine, server, self.record)
         machine.checks = self.members.workers <= FEW
         return server

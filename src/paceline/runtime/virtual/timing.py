@@ -1,0 +1,137 @@
+"""A virtual run without tensors: who waits for whom and how long, and nothing is learned.
+
+The machines, the wires and the clock are those of a simulation; gradients are names only. So it is fast enough to
+ask what a policy does with 10 000 workers. A worker stops after `iterations`; nobody is waiting for it then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.cluster import Cluster
+from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.events import (
+    GradientReady,
+    ParametersArrived,
+    PullArrived,
+    PushArrived,
+    TimerFired,
+    ViewChanged,
+)
+from paceline.core.messages import Members, Node, Push
+from paceline.core.policy import Policy
+from paceline.core.trace import Header, Record, Trace
+from paceline.runtime.driver import Authority, Seat, ServerCarrier, WorkerCarrier
+from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Engine, Wire
+
+SLICE_BYTES = 20_000
+"""What a gradient slice is said to weigh: a model of about 5 000 parameters."""
+
+
+@dataclass(frozen=True)
+class TimingPlan:
+    policy: Policy
+    cluster: Cluster
+    members: Members
+    iterations: int
+    seed: int = 0
+    checked: bool = False
+    """Keep a trace, and check the invariants of the shards as often as `simulate` does."""
+
+
+class Timing:
+    """One run. Afterwards `engine.now` is how long it took, and `engine.sequence` how much happened."""
+
+    def __init__(self, plan: TimingPlan) -> None:
+        self.plan = plan
+        self.engine = Engine()
+        self.slice_bytes = (SLICE_BYTES,) * plan.members.servers
+        header = Header("timing", str(plan.policy), plan.members, plan.seed, self.slice_bytes)
+        self.trace = Trace(header)
+        self.updates = 0
+        self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
+        self.workers = [TimedWorker(self, rank) for rank in range(plan.members.workers)]
+
+    def seat(self, node: Node, carrier: TimedServer | TimedWorker) -> Seat:
+        machine = self.plan.policy.machine(node.role, node.rank, self.plan.members, self.plan.seed)
+        return Seat(node, 0, machine, carrier, self.record if self.plan.checked else None)
+
+    def record(self, record: Record) -> None:
+        records = self.trace.records
+        records.append(record)
+        if len(records) % self.plan.members.workers == 0:
+            for server in self.servers:
+                server.seat.machine.check()
+
+    def run(self) -> int:
+        """Run to the end; the number of events that machines handled."""
+        view = Authority().admit(dict.fromkeys(range(self.plan.members.workers), 0))
+        arrival = self.plan.cluster.latency_s
+        nodes: list[TimedServer | TimedWorker] = [*self.servers, *self.workers]
+        for node in nodes:
+            self.engine.tell(arrival, MESSAGE, node.seat.tell, ViewChanged(arrival, view))
+        self.engine.run()
+        return self.engine.sequence
+
+
+class TimedServer(ServerCarrier):
+    """One shard: two wires, no parameters."""
+
+    def __init__(self, timing: Timing, shard: int) -> None:
+        cluster = timing.plan.cluster
+        self.timing = timing
+        self.engine = timing.engine
+        self.inward = Wire(cluster.latency_s, cluster.bandwidth)
+        self.outward = Wire(cluster.latency_s, cluster.bandwidth)
+        self.seat = timing.seat(Node("server", shard), self)
+
+    def apply(self, action: Apply) -> None:
+        self.timing.updates += 1
+
+    def drop(self, action: Drop) -> None:
+        """There is nothing to forget."""
+
+    def park(self, action: Park) -> None:
+        """The worker waits by itself."""
+
+    def answer(self, action: Answer) -> None:
+        parameters = action.parameters
+        arrival = self.outward.arrival(self.engine.now, SLICE_BYTES)
+        tell = self.timing.workers[parameters.worker].tell
+        self.engine.tell(arrival, MESSAGE, tell, ParametersArrived(arrival, parameters))
+
+    def set_timer(self, action: SetTimer) -> None:
+        due = self.engine.now + action.after_s
+        self.engine.tell(due, TIMER, self.seat.tell, TimerFired(due, action.timer))
+
+
+class TimedWorker(WorkerCarrier):
+    """One worker: durations from the cluster."""
+
+    def __init__(self, timing: Timing, rank: int) -> None:
+        plan = timing.plan
+        self.timing = timing
+        self.engine = timing.engine
+        self.iterations = plan.iterations
+        self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
+        self.seat = timing.seat(Node("worker", rank), self)
+        self.tell = self.seat.tell
+
+    def compute(self, action: Compute) -> None:
+        if action.iteration < self.iterations:
+            done = self.engine.now + self.duration()
+            ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
+            self.engine.tell(done, COMPUTE, self.tell, ready)
+
+    def send(self, action: Send) -> None:
+        server, message, engine = self.timing.servers[action.to.rank], action.message, self.engine
+        if isinstance(message, Push):
+            arrival = server.inward.arrival(engine.now, SLICE_BYTES)
+            engine.tell(arrival, MESSAGE, server.seat.tell, PushArrived(arrival, message, None))
+        else:
+            arrival = server.inward.arrival(engine.now, 0)
+            engine.tell(arrival, MESSAGE, server.seat.tell, PullArrived(arrival, message))
+
+    def set_timer(self, action: SetTimer) -> None:
+        due = self.engine.now + action.after_s
+        self.engine.tell(due, TIMER, self.tell, TimerFired(due, action.timer))
