@@ -160,7 +160,7 @@ def test_describe_reads_every_group() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_threads_change_nothing(threads: int) -> None:
     torch.manual_seed(0)
-    shapes = [(3 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
+    shapes = [(9 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
     layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
     results = []
@@ -172,6 +172,8 @@ def test_threads_change_nothing(threads: int) -> None:
             pieces = [ours.cut(copy) for copy in copies]
             ours.apply(pieces, 1.0, [frozenset({1})] * 3, targets=pieces)
         results.append([ours.values, *copies])
+        assert len(ours.parts) == min(count, 5)
+        assert [index for part in ours.parts for index in part] == list(range(len(ours.pieces)))
         if ours.pool is not None:
             ours.pool.shutdown()
     for alone, together in zip(*results, strict=True):

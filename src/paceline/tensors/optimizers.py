@@ -9,6 +9,7 @@ optimizers take slices that begin and end anywhere within a tensor; the others t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -41,6 +42,9 @@ HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "p
 PIECE = 1 << 17
 """Elements of a piece at most: half a megabyte in float32. Smaller ones fit the caches better, but then calling
 torch costs more than the arithmetic."""
+
+WORTH_A_THREAD = 1 << 18
+"""Elements of a slice for each thread at least: waking one takes as long as it takes to step so many."""
 
 THERE = "there"
 """In a state: whether a piece has any yet."""
@@ -226,8 +230,10 @@ class SliceOptimizer:
                 for stepper, average in zip(self.steppers, averages, strict=True)
             ]
         longest = max((piece.length for piece in self.pieces), default=0)
-        bounds = [round(len(self.pieces) * thread / threads) for thread in range(threads + 1)]
-        self.parts = [range(*bound) for bound in pairwise(bounds)]
+        threads = max(1, min(threads, len(values) // WORTH_A_THREAD))
+        ends = [piece.offset + piece.length for piece in self.pieces]
+        bounds = [bisect_left(ends, round(len(values) * thread / threads)) for thread in range(threads)]
+        self.parts = [range(*bound) for bound in pairwise([*bounds, len(self.pieces)])]
         """The pieces of each thread."""
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in self.parts]
         self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
