@@ -38,10 +38,16 @@ def load(text: str, kind: str) -> Any:
 
 
 def run(path: Path, kind: str) -> ModuleType:
-    """The file as a module, run once: a second use in the same process gets the same classes."""
-    if not path.is_file():
+    """The file as a module, run once unless it changes: a second use in the same process gets the same classes."""
+    try:
+        status = path.stat()
+        is_file = path.is_file()
+    except (OSError, ValueError):
+        is_file = False
+    if not is_file:
         raise ConfigError(f"there is no file {str(path)!r} to take the {kind} from")
-    name = f"paceline_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    key = f"{path.resolve()} {status.st_mtime_ns} {status.st_size}"
+    name = f"paceline_user_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)

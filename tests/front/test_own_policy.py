@@ -144,14 +144,14 @@ def live(text: str) -> Run:
 
 
 BAD = [
-    ("./nothing.py:X", "cannot read the policy '{folder}/nothing.py': No such file or directory"),
+    ("./nothing.py:X", "there is no file '{folder}/nothing.py' to take the policy from"),
     ("./sprints.py", "'./sprints.py' names no class: write FILE.py:CLASS, as ./mine.py:MyPolicy"),
     ("./sprints.py:Sprint", "'{folder}/sprints.py' has no 'Sprint' (policies in it: Sprints)"),
     ("./sprints.py:dataclass", "dataclass in '{folder}/sprints.py' is not a policy"),
     ("./sprints.py:Sprints:length=0", "sprints:length=0 is out of range: 1 or more"),
     ("./sprints.py:Sprints:size=1", "sprints has no parameter 'size' (it has: length)"),
-    ("./broken.py:X", "the policy file '{folder}/broken.py' fails: ZeroDivisionError: division by zero"),
-    ("./typo.py:X", "the policy file '{folder}/typo.py' fails: SyntaxError"),
+    ("./broken.py:X", "{folder}/broken.py:1 failed: ZeroDivisionError: division by zero"),
+    ("./typo.py:X", "{folder}/typo.py:1 failed: SyntaxError"),
     ("./plain.py:NoArrival", "NoArrival in '{folder}/plain.py' does not say on_arrival: set it to True or False"),
     ("./plain.py:NoData", "NoData in '{folder}/plain.py' is not a dataclass: put @dataclass(frozen=True) on top of it"),
 ]

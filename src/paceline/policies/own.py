@@ -1,26 +1,22 @@
 """A policy of your own, from a file: `./mine.py:MyPolicy` or `./mine.py:MyPolicy:bound=2`.
 
-The file is run once in each process that needs it, under a name of its own. The text form of such a policy has
+The file is run once in each process that needs it (`userfile.py`). The text form of such a policy has
 the file's whole path in it, so it means the same in the processes of a live run and in a trace read later.
 See docs/write-your-own-policy.md.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
+from paceline import userfile
 from paceline.core import spec
 from paceline.core.policy import CentralPolicy, Policy
 from paceline.errors import ConfigError
 
 WRITTEN = re.compile(r"(?P<file>.*?\.py):(?P<cls>[^:(@+,]*)(?P<rest>.*)", re.DOTALL)
 AT_HEAD = re.compile(r"[^=(]*\.py\s*(:|$)")
-Key = tuple[str, int, int]
-loaded: dict[tuple[Key, str], type[CentralPolicy]] = {}
-"""By file (path, time of change, size) and class: so that equal texts make equal policies."""
 
 
 def is_own(text: str) -> bool:
@@ -39,35 +35,9 @@ def parse(text: str) -> Policy:
 def load(path: Path, name: str) -> type[CentralPolicy]:
     """The class `name` of the file, checked."""
     path = path.absolute()
-    try:
-        found = path.stat()
-        key = (str(path), found.st_mtime_ns, found.st_size)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the policy {str(path)!r}: {reason}") from None
-    if (key, name) not in loaded:
-        cls = check(run(path, key), name, path)
-        cls.origin = f"{path}:{name}"
-        loaded[key, name] = cls
-    return loaded[key, name]
-
-
-def run(path: Path, key: Key) -> dict[str, object]:
-    """What the file defines."""
-    module_name = f"paceline_own_{abs(hash(key))}"
-    if module_name not in sys.modules:
-        found = importlib.util.spec_from_file_location(module_name, path)
-        if found is None or found.loader is None:
-            raise ConfigError(f"cannot read the policy {str(path)!r}: it is not a Python file")
-        module = importlib.util.module_from_spec(found)
-        sys.modules[module_name] = module
-        try:
-            found.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[module_name]
-            said = " ".join(str(error).split())
-            raise ConfigError(f"the policy file {str(path)!r} fails: {type(error).__name__}: {said}") from error
-    return vars(sys.modules[module_name])
+    cls = check(vars(userfile.run(path, "policy")), name, path)
+    cls.origin = f"{path}:{name}"
+    return cls
 
 
 def check(defined: dict[str, object], name: str, path: Path) -> type[CentralPolicy]:
