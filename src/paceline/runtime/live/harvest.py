@@ -24,7 +24,7 @@ def harvest(driver: Driver, output: Path) -> Run:
     assert lead.layout is not None
     members, folder = driver.members, driver.folder.path
     parameters = lead.layout.named(memory.attach(folder / memory.WHOLE, lead.layout).clone())
-    average = folder / "final-average"
+    average = folder / memory.AVERAGE
     slice_bytes = lead.layout.slice_bytes(members.servers)
     trace = gather(output, Header("live", str(driver.policy), members, driver.plan.seed, slice_bytes))
     return Run(

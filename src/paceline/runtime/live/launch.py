@@ -417,8 +417,6 @@ class Driver:
             self.failures.extend(self.losses)
         if len(self.servers_configured) < self.members.servers:
             return  # a server is being restarted
-        if self.lead.optimizer is not None and self.lead.optimizer.extras.ema is not None:
-            memory.create(self.folder.path / "final-average", self.lead.layout)
         self.asked_to_finish = True
         if self.keeper is not None:
             self.keeper.begin()

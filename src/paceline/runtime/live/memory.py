@@ -31,6 +31,9 @@ PREFIX = "paceline-"
 MAKING = ".paceline-"
 WHOLE = "whole"
 """The segment with the whole model: worker 0's values at the beginning, the servers' at the end."""
+AVERAGE = "average"
+"""The segment for the servers' moving average of the model, if they keep one. It is made at the beginning too, so
+that what is enough memory then is enough at the end."""
 
 
 def base_folder() -> Path:

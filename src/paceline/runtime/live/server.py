@@ -7,6 +7,7 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -51,6 +52,10 @@ class Segment:
         """Tensors that have no gradient in the last push."""
         self.holds = -1
         """The version of the parameters that it holds; -1 while it holds a gradient."""
+
+    def norm(self) -> float:
+        """Of the gradient."""
+        return math.sqrt(sum(float(piece.norm()) ** 2 for piece in self.gradient))
 
 
 class LiveServer(ServerCarrier):
@@ -188,7 +193,7 @@ class LiveServer(ServerCarrier):
         final = memory.attach(self.folder / memory.WHOLE, self.layout)
         final[self.part] = self.optimizer.values
         if self.optimizer.average is not None:
-            memory.attach(self.folder / "final-average", self.layout)[self.part] = self.optimizer.average
+            memory.attach(self.folder / memory.AVERAGE, self.layout)[self.part] = self.optimizer.average
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True
 
@@ -231,7 +236,7 @@ class LiveServer(ServerCarrier):
             significance = None
             if self.machine.gate.wants_significance:
                 weights = max(float(self.optimizer.values.norm()), SMALLEST)
-                significance = float(segment.values.norm()) / weights
+                significance = segment.norm() / weights
             self.seat.tell(PushArrived(self.now(), push, significance))
 
     def segment(self, worker: int, incarnation: int) -> Segment:

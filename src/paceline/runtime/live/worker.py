@@ -108,6 +108,8 @@ class LiveWorker(WorkerCarrier):
         lead = self.rank == 0 and self.incarnation == 0
         if lead:
             flatten(tensors, layout.views(memory.create(self.folder / memory.WHOLE, layout)))
+            if optimizer.extras.ema is not None:
+                memory.create(self.folder / memory.AVERAGE, layout)
             if model.state[THERE].any():
                 save_file(model.state, self.folder / "initial-state")
             save_file(contiguous(model.others), self.folder / "others")
