@@ -118,6 +118,12 @@ def create(path: Path, layout: Layout) -> Tensor:
         os.close(descriptor)
 
 
+def remove(folder: Path, rank: int, incarnation: int) -> None:
+    """Give back the segments of a worker that has ended: the servers that still use them have them mapped."""
+    segment_path(folder, rank, incarnation).unlink(missing_ok=True)
+    staging_path(folder, rank, incarnation).unlink(missing_ok=True)
+
+
 def attach(path: Path, layout: Layout) -> Tensor:
     """The vector in a segment that another process made."""
     descriptor = os.open(path, os.O_RDWR)

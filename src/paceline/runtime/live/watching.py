@@ -52,6 +52,9 @@ class Watchman:
 
     def take_status(self, status: wire.Status) -> None:
         now = time.monotonic()
+        if status.shard:
+            self.moved_s.update((rank, now) for rank, seen in status.workers.items() if seen.waits)
+            return
         for rank, seen in status.workers.items():
             before = self.status.get(rank)
             if before is None or before.pushed != seen.pushed or seen.waits:
@@ -59,6 +62,11 @@ class Watchman:
         self.status = status.workers
         if status.hyper is not None:
             self.hyper = status.hyper
+
+    def forget(self, rank: int) -> None:
+        """Its process has ended; another may come."""
+        self.status.pop(rank, None)
+        self.moved_s.pop(rank, None)
 
     def check_progress(self) -> None:
         """Give up workers that are alive but stuck."""
