@@ -96,8 +96,8 @@ class Driver:
         self.epoch_s = time.monotonic()
 
     def run(self) -> Run:
-        handlers = self._catch_signals()
         self.folder = memory.RunFolder()
+        handlers = self._catch_signals()
         try:
             if self.plan.keeping is not None:
                 self.keeper = Keeper(self.plan.keeping, self.members.servers, self._order_checkpoint, self.say)
@@ -148,11 +148,13 @@ class Driver:
         ready = self.waiter.wait(TICK_S)
         while (received := self.listener.receive()) is not None:
             self.hear(wire.decode_to_driver(received[1]))
+        # What is printed first: a process that ends may have another started, whose sentinel takes a free number.
+        for descriptor in ready:
+            if descriptor in self.echo.begun:
+                self.echo.hear(descriptor)
         for descriptor in ready:
             if descriptor in self.children:
                 self.child_ended(self.children.pop(descriptor))
-            elif descriptor in self.echo.begun:
-                self.echo.hear(descriptor)
         self.striker.tick()
         self._start_due()
         self.watchman.tick()
