@@ -6,12 +6,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
+
+Slicing = Literal["eps", "key-range"]
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,9 @@ class Training(Outputs):
     """Equal seeds give equal runs, to the byte."""
     by_layer: bool = False
     """Workers read and push layer by layer, with a server for each layer (virtual time)."""
+    slicing: Slicing = "eps"
+    """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each
+    server, as in ps-lite (docs/sharding.md)."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -95,4 +100,5 @@ class Training(Outputs):
             "batch": self.batch,
             "seed": self.seed,
             "by_layer": self.by_layer,
+            "slicing": self.slicing,
         }

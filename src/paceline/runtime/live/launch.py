@@ -33,6 +33,7 @@ from paceline.runtime.live.keeping import Keeper, Keeping
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.striking import Striker
 from paceline.runtime.live.watching import Care, Watchman
+from paceline.tensors.layout import EPS
 
 TICK_S = 0.2
 RESTART_S, RESTART_MOST_S = 0.5, 30.0
@@ -51,6 +52,7 @@ class LivePlan:
     target: Target | None = None
     care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
+    slicing: str = EPS
 
 
 class Driver:
@@ -117,6 +119,7 @@ class Driver:
             plan.seed,
             to_table(plan.cluster) if plan.cluster is not None else None,
             str(output),
+            plan.slicing,
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
         self.listener = Listener(self.folder.path / "driver")

@@ -31,6 +31,8 @@ class LiveConfig(Struct, frozen=True):
     """The scenario whose slowdowns, slow links and faults are injected, as a table (cluster/files.py)."""
     output: str
     """Where traces go."""
+    slicing: str
+    """How the parameters are cut over the servers (`Layout.slicing`)."""
 
 
 class Describe(Struct, frozen=True, tag=True):

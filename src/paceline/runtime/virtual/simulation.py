@@ -22,7 +22,7 @@ from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.layerwise import LayerwiseWorker
 from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
-from paceline.tensors.layout import flatten, layout_of
+from paceline.tensors.layout import EPS, flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
 from paceline.workloads.base import Workload
 
@@ -48,6 +48,8 @@ class Plan:
     dtype: torch.dtype = torch.float32
     by_layer: bool = False
     """Workers read and push layer by layer; a server for each layer."""
+    slicing: str = EPS
+    """How the parameters are cut over the servers."""
 
 
 class Simulation:
@@ -62,7 +64,7 @@ class Simulation:
         self.authority = Authority()
         self.module = plan.workload.module(plan.seed, plan.dtype)
         named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
-        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders)
+        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders, plan.slicing)
         plan.optimizer.check(self.layout)
         self.names = {name for name, _, _ in named}
         self.flat = self.layout.empty()
