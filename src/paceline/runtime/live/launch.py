@@ -30,6 +30,7 @@ from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.harvest import harvest
 from paceline.runtime.live.keeping import Keeper, Keeping
+from paceline.runtime.live.scheduling import Scheduling
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.striking import Striker
 from paceline.runtime.live.watching import Care, Watchman
@@ -91,6 +92,8 @@ class Driver:
         """(when, rank) of workers to be started again."""
         self.server_lives = [0] * plan.members.servers
         self.keeper: Keeper | None = None
+        self.scheduling: Scheduling | None = None
+        """The scheduler, if the policy has one."""
         self.interrupts = 0
         self.stopping = False
         self.epoch_s = time.monotonic()
@@ -135,8 +138,12 @@ class Driver:
                 self.turn()
             for sentinel in list(self.children):
                 self.child_ended(self.children.pop(sentinel))
+            if self.scheduling is not None:
+                self.scheduling.close()
             return harvest(self, output)
         finally:
+            if self.scheduling is not None:
+                self.scheduling.close()
             self.echo.close_all()
             self.listener.close()
             self.waiter.close()
@@ -215,6 +222,9 @@ class Driver:
                     self.keeper.saved(message, str(self.policy), self.lead.layout, self.folder.path / "others")
             case wire.Finished():
                 self.servers_finished.add(message.shard)
+            case wire.Ask() | wire.Report():
+                if self.scheduling is not None:
+                    self.scheduling.hear(message)
             case _:
                 assert_never(message)
 
@@ -348,6 +358,8 @@ class Driver:
             self.policy = policies.parse(lead.policy or DEFAULT_POLICY)
         self.policy.validate(self.members)
         self.epoch_s = time.monotonic()
+        if self.policy.has_scheduler:
+            self.scheduling = Scheduling(self, self.policy, self.folder.path / "trace")
         for shard in range(self.members.servers):
             self._configure_server(shard)
 
@@ -397,6 +409,8 @@ class Driver:
 
     def _announce(self, view: View) -> None:
         self.decks.announce(view)
+        if self.scheduling is not None:
+            self.scheduling.announce(view)
         for shard in range(self.members.servers):
             self._tell_server(shard, wire.NewView(view))
 
