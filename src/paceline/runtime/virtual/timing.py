@@ -6,6 +6,7 @@ ask what a policy does with 10 000 workers. A worker stops after `iterations`; n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster
@@ -55,13 +56,18 @@ class Timing:
         self.trace = Trace(header)
         self.updates = 0
         self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
-        self.workers = [TimedWorker(self, rank) for rank in range(plan.members.workers)]
+        self.workers = [
+            TimedWorker(self, rank) if plan.cluster.link(rank) is None else LinkedWorker(self, rank)
+            for rank in range(plan.members.workers)
+        ]
         self.scheduler = VirtualScheduler(self.engine, plan.cluster, self.deliver)
         if plan.policy.has_scheduler:
             self.scheduler.seat = self.seat(SCHEDULER, self.scheduler)
 
     def deliver(self, release: Release, arrival: float) -> None:
-        self.engine.tell(arrival, MESSAGE, self.workers[release.worker].tell, ReleaseArrived(arrival, release))
+        worker = self.workers[release.worker]
+        arrival += worker.link_latency_s
+        self.engine.tell(arrival, MESSAGE, worker.tell, ReleaseArrived(arrival, release))
 
     def seat(self, node: Node, carrier: Carrier) -> Seat:
         machine = self.plan.policy.machine(node.role, node.rank, self.plan.members, self.plan.seed)
@@ -113,8 +119,8 @@ class TimedServer(ServerCarrier):
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
         arrival = self.outward.arrival(self.engine.now, self.slice_bytes)
-        tell = self.timing.workers[parameters.worker].tell
-        self.engine.tell(arrival, MESSAGE, tell, ParametersArrived(arrival, parameters))
+        take = self.timing.workers[parameters.worker].take
+        self.engine.tell(arrival, MESSAGE, take, ParametersArrived(arrival, parameters))
 
     def set_timer(self, action: SetTimer) -> None:
         due = self.engine.now + action.after_s
@@ -124,6 +130,8 @@ class TimedServer(ServerCarrier):
 class TimedWorker(WorkerCarrier):
     """One worker: durations from the cluster."""
 
+    link_latency_s = 0.0
+
     def __init__(self, timing: Timing, rank: int) -> None:
         plan = timing.plan
         self.timing = timing
@@ -132,6 +140,8 @@ class TimedWorker(WorkerCarrier):
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
         self.tell = self.seat.tell
+        self.take: Callable[[ParametersArrived], None] = self.tell
+        """What has come from a server, as far as the server is concerned."""
 
     def compute(self, action: Compute) -> None:
         if action.iteration < self.iterations:
@@ -153,3 +163,25 @@ class TimedWorker(WorkerCarrier):
     def set_timer(self, action: SetTimer) -> None:
         due = self.engine.now + action.after_s
         self.engine.tell(due, TIMER, self.tell, TimerFired(due, action.timer))
+
+
+class LinkedWorker(TimedWorker):
+    """A worker with a connection of its own: what it sends and gets passes that besides the servers'."""
+
+    def __init__(self, timing: Timing, rank: int) -> None:
+        super().__init__(timing, rank)
+        link = timing.plan.cluster.link(rank)
+        assert link is not None
+        self.link_latency_s = link.latency_s
+        self.up = Wire(link.latency_s, link.bandwidth)
+        self.down = Wire(link.latency_s, link.bandwidth)
+        self.take = self.pass_link
+
+    def send(self, action: Send) -> None:
+        nbytes = action.message.handle.nbytes if isinstance(action.message, Push) else 0
+        self.engine.tell(self.up.arrival(self.engine.now, nbytes), MESSAGE, super().send, action)
+
+    def pass_link(self, event: ParametersArrived) -> None:
+        parameters = event.parameters
+        through = self.down.arrival(self.engine.now, self.timing.slice_bytes[parameters.shard])
+        self.engine.tell(through, MESSAGE, self.tell, ParametersArrived(through, parameters))
