@@ -6,14 +6,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
-
-Slicing = Literal["eps", "key-range"]
+from paceline.tensors.layout import EPS
 
 
 @dataclass(kw_only=True)
@@ -84,7 +83,7 @@ class Training(Outputs):
     """Equal seeds give equal runs, to the byte."""
     by_layer: bool = False
     """Workers read and push layer by layer, with a server for each layer (virtual time)."""
-    slicing: Slicing = "eps"
+    slicing: str = EPS
     """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each
     server, as in ps-lite (docs/sharding.md)."""
 
