@@ -17,7 +17,7 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target
 from paceline.tensors import optimizers
-from paceline.tensors.layout import DTYPES, layout_of
+from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.training import train
 from paceline.workloads.base import Workload
@@ -43,15 +43,18 @@ def simulate(
     seed: int = 0,
     dtype: str = "float32",
     by_layer: bool = False,
+    slicing: str = EPS,
     watch: Watcher | None = None,
 ) -> Run:
     """Train `workload` in virtual time: real gradients, simulated clock, the same result for the same seed.
 
     Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
     called with each point of the history as it comes. With `by_layer` workers read and push layer by layer, and
-    there is a server for each layer.
+    there is a server for each layer. `slicing` is how the parameters are cut over the servers: "eps" or "key-range".
     """
-    job = Job(workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed, by_layer)
+    job = Job(
+        workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed, by_layer, slicing
+    )
     return simulate_job(job, dtype=dtype, watch=watch)
 
 
@@ -73,6 +76,7 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
         batch=job.batch,
         dtype=DTYPES[dtype],
         by_layer=job.by_layer,
+        slicing=job.slicing,
     )
     run = Simulation(plan, watch).run()
     run.config = job.config()
@@ -91,6 +95,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
         cluster=job.cluster,
         seed=job.seed,
         target=str(job.target) if job.target is not None else None,
+        slicing=job.slicing,
         watch=watch,
     )
     run.config = job.config()
@@ -107,12 +112,14 @@ def launch(
     seed: int = 0,
     target: str | None = None,
     timeout_s: float | None = None,
+    slicing: str = EPS,
     watch: Watcher | None = None,
 ) -> Run:
     """Call `fn` in `workers` processes on this machine, with `servers` parameter servers beside them.
 
     `fn` is an ordinary training function that uses `paceline.Optimizer`. It runs in forks of this process, so
-    closures and functions of a notebook work. A `policy` given here beats the one in `fn`.
+    closures and functions of a notebook work. A `policy` given here beats the one in `fn`. `slicing` is how the
+    parameters are cut over the servers: "eps", or "key-range" as in ps-lite.
     """
     from paceline.runtime.live.children import function_starter
     from paceline.runtime.live.launch import Driver, LivePlan
@@ -127,6 +134,7 @@ def launch(
         seed=seed,
         target=Target.parse(target) if target is not None else None,
         care=Care(timeout_s=timeout_s),
+        slicing=check_slicing(slicing),
     )
     return Driver(plan, watch=watch).run()
 
@@ -147,21 +155,25 @@ class Job:
         batch: int | None,
         seed: int,
         by_layer: bool = False,
+        slicing: str = EPS,
     ) -> None:
         self.members = check_members(workers, servers, seed)
+        self.slicing = check_slicing(slicing)
         self.workload = workloads.load(workload)
         self.by_layer = by_layer
+        if by_layer and slicing != EPS:
+            raise ConfigError(f"slicing={slicing} cannot be had by_layer: there each layer has a server of its own")
         if by_layer:
             self.members = self._server_for_each_layer()
         self.policy = check_policy(policy, self.members)
         self.cluster = check_cluster(cluster, self.members)
         self.target = Target.parse(target, self.workload.metrics) if target is not None else None
         self.batch = check_count("batch", batch) if batch is not None else self.workload.batch
-        self.optimizer = check_optimizer(optimizer or self.workload.optimizer, self.workload, self.batch, self.members)
+        self.optimizer_text = optimizer or self.workload.optimizer
+        self.optimizer = check_optimizer(self.optimizer_text, self.workload, self.batch, self.members, self.slicing)
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
         self.iterations = check_count("iterations", iterations) if iterations is not None else default
         self.seed = seed
-        self.optimizer_text = optimizer or self.workload.optimizer
 
     def _server_for_each_layer(self) -> Members:
         layers = len(layout_of(trained_in(self.workload), "layers").units())
@@ -177,6 +189,7 @@ class Job:
             "data": self.workload.data or None,
             "workers": self.members.workers,
             "servers": self.members.servers,
+            "slicing": self.slicing,
             "cluster": str(self.cluster),
             "iterations": self.iterations,
             "target": str(self.target) if self.target is not None else None,
@@ -208,12 +221,12 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     return checked
 
 
-def check_optimizer(text: str, workload: Workload, batch: int, members: Members) -> OptimizerSpec:
+def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:
     """The optimizer for this workload; refused if it cannot train its tensors on so many servers."""
     spec = optimizers.parse(text)
     if not spec.extras.batch:
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
-    layout = layout_of(trained_in(workload), spec.borders)
+    layout = layout_of(trained_in(workload), spec.borders, slicing)
     spec.check(layout)
     layout.slices(members.servers)
     return spec

@@ -94,7 +94,9 @@ class Optimizer(torch.optim.Optimizer):
             for position, tensor in enumerate(group["params"])
         ]
         described = describe(self.inner, self.extras)
-        layout = layout_of((triple for triple in triples if triple[1].requires_grad), described.borders)
+        assert self.live is not None
+        slicing = self.live.config.slicing
+        layout = layout_of((triple for triple in triples if triple[1].requires_grad), described.borders, slicing)
         described.check(layout)
         trained = {id(tensor) for tensor in self.trained}
         buffers = dict(model.named_buffers()) if model is not None else {}

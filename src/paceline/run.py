@@ -19,6 +19,7 @@ from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
 from paceline.report.metrics import Metrics, measure, spans
 from paceline.report.staleness import staleness_by_shard
+from paceline.tensors.layout import imbalance
 
 KNOWN_METRICS = ("accuracy", "loss")
 
@@ -91,6 +92,11 @@ class Run:
     def metrics(self) -> Metrics:
         return measure(self.trace, self.time_s)
 
+    @property
+    def imbalance(self) -> float:
+        """How many times the mean the largest server's slice is; 1 when all are equal."""
+        return imbalance(self.trace.header.slice_bytes)
+
     def model(self) -> dict[str, Tensor]:
         """Everything the model's `load_state_dict` needs."""
         return {**self.parameters, **self.others}
@@ -127,6 +133,7 @@ class Run:
             "staleness": metrics.staleness,
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
+            "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }

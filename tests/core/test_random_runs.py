@@ -50,6 +50,12 @@ MORE = [
     "ssp:staleness=3@0,bsp@2,asp@5,bsp@7",
     "backup:extra=2@0,asp@3,deadline@6",
     "ssp:staleness=1+backup:extra=1@0,bsp+asp@4",
+    "scheduled",
+    "scheduled:base=asp",
+    "scheduled:base=ssp(staleness=2)",
+    "scheduled:base=ssp(staleness=1,lazy=true)",
+    "scheduled:base=backup(extra=1)",
+    "scheduled:base=deadline(quantile=0.1,factor=1,least=0.3)",
 ]
 """The rest of the catalogue, and several policies in one run: another on each shard, another after a while."""
 

@@ -22,6 +22,8 @@ def live(policy: str, cluster: str = "steady:compute_s=0.01", iterations: int = 
         "ssp:staleness=1+backup:extra=1",
         "asp@0,bsp@8",
         "bsp@0,backup:extra=1@5,ssp:staleness=1@10",
+        "scheduled:base=ssp(staleness=1)",
+        "scheduled:base=backup(extra=1)",
     ],
 )
 def test_it_runs_and_can_be_played_again(policy: str) -> None:

@@ -28,7 +28,7 @@ from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
 
-POLICIES = ["bsp", "ssp:staleness=3", "backup:extra=1", "asp"]
+POLICIES = ["bsp", "ssp:staleness=3", "backup:extra=1", "asp", "scheduled"]
 MOMENTUM = "sgd:lr=0.05,momentum=0.9"
 
 

@@ -33,6 +33,31 @@ def test_bsp_equals_single_process_in_float64(servers: int, optimizer: str) -> N
     assert largest_difference(run.parameters, alone) < 1e-9
 
 
+@pytest.mark.parametrize("servers", [2, 4])
+@pytest.mark.parametrize("optimizer", ["sgd:lr=0.1,momentum=0.9", "adam:lr=0.002", "lars:lr=0.1"])
+def test_bsp_with_key_range_slicing_equals_single_process(servers: int, optimizer: str) -> None:
+    alone = train_alone("digits-mlp", 4, 60, optimizer, torch.float64)
+    run = simulate(
+        policy="bsp", workers=4, servers=servers, cluster="lognormal:sigma=1", iterations=60, optimizer=optimizer,
+        dtype="float64", slicing="key-range",
+    )  # fmt: skip
+    assert largest_difference(run.parameters, alone) < 1e-9
+    assert run.summary()["slices"]["imbalance"] > 1.3
+
+
+@pytest.mark.parametrize("slicing", ["eps", "key-range"])
+def test_bsp_decided_by_a_scheduler_equals_single_process(slicing: str) -> None:
+    optimizer = "sgd:lr=0.1,momentum=0.9"
+    alone = train_alone("digits-mlp", 4, 60, optimizer, torch.float64)
+    for cluster in ("random-slowdown", "pareto:shape=1.2,latency_s=0.05,bandwidth=1e5,scheduler_s=0.01"):
+        run = simulate(
+            policy="scheduled", workers=4, servers=3, cluster=cluster, iterations=60, optimizer=optimizer,
+            dtype="float64", slicing=slicing,
+        )  # fmt: skip
+        assert largest_difference(run.parameters, alone) < 1e-9
+        assert run.replay() == []
+
+
 def test_the_delays_do_not_touch_the_result_at_all() -> None:
     runs = [simulate(policy="bsp", workers=5, servers=2, cluster=cluster, iterations=30) for cluster in DELAYS]
     for run in runs[1:]:

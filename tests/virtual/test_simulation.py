@@ -17,7 +17,7 @@ from paceline.core.actions import Answer, Apply, Drop
 from paceline.core.events import PushArrived, ViewChanged
 from paceline.core.trace import Trace, replay
 
-POLICIES = ["bsp", "ssp:staleness=3", "backup:extra=1", "asp"]
+POLICIES = ["bsp", "ssp:staleness=3", "backup:extra=1", "asp", "scheduled"]
 PRINT_TRACE = """
 import hashlib, paceline
 run = paceline.simulate(policy="ssp:staleness=2", workers=5, servers=3, cluster="random-slowdown:factor=6",

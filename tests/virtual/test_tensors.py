@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.tensors import optimizers
-from paceline.tensors.layout import Entry, Layout, flatten, layout_of
+from paceline.tensors.layout import Entry, Layout, flatten, imbalance, layout_of
 from paceline.tensors.optimizers import SliceOptimizer, describe, hyper_of, parse
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -29,6 +30,40 @@ def test_slices_cover_the_vector_and_are_equal_to_within_a_cache_line(shapes, sh
         lengths = [(piece.offset, piece.length) for piece in layout.pieces(part, longest)]
         assert all(offset + length <= part.stop - part.start for offset, length in lengths)
         assert all(length <= longest for _, length in lengths)
+
+
+@given(shapes, st.integers(1, 9), st.sampled_from(["anywhere", "tensors"]))
+def test_key_ranges_cover_the_vector_with_equal_numbers_of_whole_tensors(shapes, shards, borders) -> None:
+    entries = tuple(Entry(f"p{i}", shape, 0) for i, shape in enumerate(shapes))
+    layout = Layout(entries, "float32", borders, "key-range")
+    if shards > len(shapes):
+        with pytest.raises(ConfigError, match=f"servers={shards} is out of range: 1 to {len(shapes)}"):
+            layout.slices(shards)
+        return
+    slices = layout.slices(shards)
+    assert [part.start for part in slices] == [0, *[part.stop for part in slices[:-1]]]
+    assert slices[-1].stop == layout.numel
+    held = [{piece.entry for piece in layout.pieces(part, 1 << 16)} for part in slices]
+    assert sorted(key for keys in held for key in keys) == list(range(len(shapes)))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    assert imbalance(layout.slice_bytes(shards)) >= imbalance(Layout(entries, "float32", "tensors").slice_bytes(shards))
+
+
+def test_how_the_vector_is_cut_is_part_of_the_layout() -> None:
+    """So that no process can cut differently, and an old checkpoint, which does not say, is read as it was cut."""
+    entries = (Entry("a", (2, 3), 0), Entry("b", (100,), 0))
+    eps, keys = Layout(entries, "float32"), Layout(entries, "float32", slicing="key-range")
+    assert eps.digest() != keys.digest()
+    assert msgspec.json.decode(msgspec.json.encode(keys), type=Layout) == keys
+    assert msgspec.json.decode(b'[[["a",[2,3],0],["b",[100],0]],"float32","anywhere"]', type=Layout) == eps
+    assert keys.slices(2) == [slice(0, 6), slice(6, 106)]
+    assert imbalance(keys.slice_bytes(2)) == pytest.approx(100 / 53)
+
+
+def test_imbalance_is_1_for_equal_slices_and_the_number_of_servers_at_worst() -> None:
+    assert imbalance((4, 4, 4)) == 1
+    assert imbalance((12, 0, 0)) == 3
+    assert imbalance((0, 0)) == 1
 
 
 def test_flatten_and_views_are_inverse() -> None:

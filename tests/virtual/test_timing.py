@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import get_args
@@ -27,6 +28,8 @@ POLICIES = [
     "backup:extra=1",
     "deadline",
     "waiting:delay_s=0.05,base=bsp",
+    "scheduled",
+    "scheduled:base=ssp(staleness=2)",
     "ssp:staleness=1+backup:extra=1",
     "asp@0,bsp@10",
 ]
@@ -51,6 +54,19 @@ def test_it_takes_as_long_as_with_tensors(policy: str) -> None:
     updates = sum(isinstance(action, Apply) for record in run.trace for action in record.actions)
     assert timing.engine.now == pytest.approx(run.time_s, rel=0.02)
     assert timing.updates == pytest.approx(updates, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["bsp", "scheduled", "asp"])
+def test_it_takes_as_long_as_with_tensors_over_slow_links(policy: str) -> None:
+    """With slices that weigh what they weigh, and a scheduler that is busy with each message."""
+    link = clusters.Link(workers=(0, 3), latency_s=0.01, bandwidth=2000.0)
+    slow = clusters.load("lognormal:sigma=0.2,latency_s=0.002,bandwidth=1e4,scheduler_s=0.003")
+    slow = dataclasses.replace(slow, links=(link,))
+    run = simulate("quadratic", policy, workers=5, servers=2, cluster=slow, iterations=20, optimizer="sgd:lr=0.001")
+    sizes = run.trace.header.slice_bytes
+    timing = Timing(TimingPlan(policies.parse(policy), slow, Members(5, 2), 20, slice_bytes=sizes))
+    timing.run()
+    assert timing.engine.now == pytest.approx(run.time_s, rel=0.02)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

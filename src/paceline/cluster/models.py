@@ -39,6 +39,9 @@ class Cluster(Spec):
     latency_s: float = parameter(0.0005, low=0, doc="seconds a message travels (virtual)")
     bandwidth: float = parameter(1.25e9, low=1, doc="bytes a server moves per second and direction (virtual)")
     detect_s: float = parameter(0.2, low=0, doc="seconds until the loss of a worker is noticed (virtual)")
+    scheduler_s: float = parameter(
+        0.0, low=0, doc="seconds the scheduler needs for a message, where a policy has one (virtual)"
+    )
     faults: tuple[Fault, ...] = dataclasses.field(default=(), kw_only=True)
     links: tuple[Link, ...] = dataclasses.field(default=(), kw_only=True)
     """Workers whose own connection is worse than the servers'."""

@@ -11,7 +11,7 @@ import tyro
 from paceline import policies
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.commands.options import Training
-from paceline.commands.screen import Watching, console, count, show_table, tell_result
+from paceline.commands.screen import Watching, console, count, show_table, tell_result, tell_slices
 from paceline.errors import ConfigError
 from paceline.run import Run
 
@@ -38,6 +38,7 @@ class Compare(Training):
         where = "live, in real processes" if self.live else "in virtual time"
         size = f"{count(self.workers, 'worker')}, {count(jobs[0].members.servers, 'server')}"
         show_table(runs, f"{jobs[0].workload.name}, {size}, {where}")
+        tell_slices(runs)
         _tell_data(jobs[0])
         _tell_layers(runs)
         for path in self.save(runs, jobs[0].config()):
@@ -61,6 +62,7 @@ class Simulate(Training):
         run = _do(job, simulate_job)
         size = f"{count(self.workers, 'worker')}, {count(job.members.servers, 'server')}"
         show_table([run], f"{job.workload.name}, {size}, in virtual time")
+        tell_slices([run])
         _tell_data(job)
         _tell_layers([run])
         for path in self.save([run], job.config()):

@@ -12,6 +12,7 @@ from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
+from paceline.tensors.layout import EPS
 
 
 @dataclass(kw_only=True)
@@ -82,6 +83,9 @@ class Training(Outputs):
     """Equal seeds give equal runs, to the byte."""
     by_layer: bool = False
     """Workers read and push layer by layer, with a server for each layer (virtual time)."""
+    slicing: str = EPS
+    """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each
+    server, as in ps-lite (docs/sharding.md)."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -95,4 +99,5 @@ class Training(Outputs):
             "batch": self.batch,
             "seed": self.seed,
             "by_layer": self.by_layer,
+            "slicing": self.slicing,
         }

@@ -12,10 +12,11 @@ from paceline import rundir
 from paceline.api import check_cluster, check_count, check_members, check_policy
 from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
-from paceline.commands.screen import console, count, show_table, tell_result
+from paceline.commands.screen import console, count, show_table, tell_result, tell_slices
 from paceline.errors import ConfigError
 from paceline.report.html import write
 from paceline.run import Target
+from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
     from paceline.runtime.live.launch import LivePlan
@@ -37,6 +38,8 @@ class Run(Outputs):
     """How many processes run the script."""
     servers: int = 1
     """How many servers the parameters are sliced over."""
+    slicing: str = EPS
+    """How: eps, equal slices; key-range, whole tensors, as many for each server, as in ps-lite."""
     policy: str | None = None
     """Who waits for whom; beats the policy in the script (bsp if neither says)."""
     cluster: str | None = None
@@ -85,6 +88,7 @@ class Run(Outputs):
         rundir.save(folder, run)
         tell_result(run)
         show_table([run], f"{script[0]}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, live")
+        tell_slices([run])
         for path in self.save([run], run.config):
             console.print(f"wrote {path}", soft_wrap=True)
         for failure in run.failures:
@@ -115,6 +119,7 @@ class Run(Outputs):
             seed=self.seed,
             target=Target.parse(self.target) if self.target is not None else None,
             care=Care(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),
+            slicing=check_slicing(self.slicing),
         )
 
     def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from paceline.run import Point, Run, Target
+from paceline.tensors.layout import imbalance
 
 console = Console(highlight=False, markup=False, emoji=False)
 """Without markup: what scripts, files and policies are called may have brackets in it."""
@@ -111,3 +112,11 @@ def show_table(runs: list[Run], title: str) -> None:
             cells.insert(0, f"{base_s / time_s:.2f}x" if time_s and base_s else "-")
         table.add_row(run.policy, f"{time_s:.2f} s" if time_s is not None else "missed", *cells)
     console.print(table)
+
+
+def tell_slices(runs: list[Run]) -> None:
+    """How unequal the servers' shares are, when there are several."""
+    for sizes in dict.fromkeys(run.trace.header.slice_bytes for run in runs):
+        if len(sizes) > 1:
+            most = f"the largest is {imbalance(sizes):.2f} times the mean"
+            console.print(f"slices: {min(sizes):,} to {max(sizes):,} bytes, {most}", soft_wrap=True)

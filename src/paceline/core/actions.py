@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Handle, Node, Parameters, Pull, Push
+from paceline.core.messages import Handle, Node, Parameters, Pull, Push, Release, Rise
 
 
 class Compute(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -23,7 +23,7 @@ class Send(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Any machine: send `message` to the node `to`. Messages to one node arrive in the order they were sent."""
 
     to: Node
-    message: Push | Pull
+    message: Push | Pull | Rise | Release
 
 
 class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -50,7 +50,10 @@ class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Park(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Shard: do not answer yet. `waits_for` names some of those it waits for, `waits_for_count` counts them all."""
+    """Shard or scheduler: do not answer yet.
+
+    `waits_for` names some of those it waits for, `waits_for_count` counts them all.
+    """
 
     pull: Pull
     reason: str

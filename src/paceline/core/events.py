@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Parameters, Pull, Push, View
+from paceline.core.messages import Parameters, Pull, Push, Release, Rise, View
 
 
 class ViewChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -42,7 +42,7 @@ class PushRejected(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class PullArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A worker asked this shard for parameters."""
+    """A worker asked this shard for parameters, or the scheduler whether it may ask the shards."""
 
     at: float
     pull: Pull
@@ -71,6 +71,29 @@ class TimerFired(Struct, frozen=True, array_like=True, tag=True, gc=False):
     timer: int
 
 
+class RiseArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A shard told the scheduler how far it is."""
+
+    at: float
+    rise: Rise
+
+
+class ReleaseArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The scheduler lets this worker pull."""
+
+    at: float
+    release: Release
+
+
 Event = (
-    ViewChanged | Restored | PushArrived | PushRejected | PullArrived | ParametersArrived | GradientReady | TimerFired
+    ViewChanged
+    | Restored
+    | PushArrived
+    | PushRejected
+    | PullArrived
+    | ParametersArrived
+    | GradientReady
+    | TimerFired
+    | RiseArrived
+    | ReleaseArrived
 )

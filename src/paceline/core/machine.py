@@ -24,7 +24,9 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    ReleaseArrived,
     Restored,
+    RiseArrived,
     TimerFired,
     ViewChanged,
 )
@@ -50,6 +52,8 @@ class Machine:
         ParametersArrived: "on_parameters_arrived",
         GradientReady: "on_gradient_ready",
         TimerFired: "on_timer_fired",
+        RiseArrived: "on_rise_arrived",
+        ReleaseArrived: "on_release_arrived",
     }
 
     def __init__(self) -> None:

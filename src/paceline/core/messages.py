@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-Role = Literal["worker", "server", "driver"]
+Role = Literal["worker", "server", "scheduler", "driver"]
 
 
 class Node(NamedTuple):
@@ -86,4 +86,20 @@ class Parameters(Struct, frozen=True, array_like=True, tag=True, gc=False):
     dropped: bool
 
 
-Message = Push | Pull | Parameters
+class Rise(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A shard tells the scheduler that everything before V is finished there, by the push of worker `by` (-1: none)."""
+
+    shard: int
+    V: int
+    by: int
+
+
+class Release(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The scheduler tells a worker that it may pull the parameters of `iteration` from the shards."""
+
+    worker: int
+    incarnation: int
+    iteration: int
+
+
+Message = Push | Pull | Parameters | Rise | Release

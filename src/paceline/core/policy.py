@@ -33,6 +33,8 @@ class Policy(Spec):
     kind: ClassVar[str] = "policy"
     paper: ClassVar[str] = ""
     """Where the rule comes from."""
+    has_scheduler: ClassVar[bool] = False
+    """Whether one more node, the scheduler, decides for all shards together."""
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
         """The machine of one node. `members` is the size as configured; views say who is alive."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import Struct
 
-from paceline.core.actions import Action, Answer
+from paceline.core.actions import Action, Answer, Send
 from paceline.core.events import Event
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
@@ -111,4 +111,10 @@ def _concerns(record: Record, worker: int) -> bool:
     pull = getattr(record.event, "pull", None)
     if (push is not None and push.handle.source == worker) or (pull is not None and pull.worker == worker):
         return True
-    return any(isinstance(action, Answer) and action.parameters.worker == worker for action in record.actions)
+    return any(_is_for(action, worker) for action in record.actions)
+
+
+def _is_for(action: Action, worker: int) -> bool:
+    if isinstance(action, Send):
+        return action.to == ("worker", worker)
+    return isinstance(action, Answer) and action.parameters.worker == worker

@@ -12,11 +12,13 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    ReleaseArrived,
     Restored,
+    RiseArrived,
     TimerFired,
     ViewChanged,
 )
-from paceline.core.messages import Handle, Message, Parameters, Pull, Push
+from paceline.core.messages import Handle, Message, Parameters, Pull, Push, Release, Rise
 
 Process = tuple[int, int]
 """One life of a worker: its rank and its incarnation."""
@@ -26,7 +28,7 @@ def author(handle: Handle) -> Process:
     return handle.source, handle.incarnation
 
 
-def asker(message: Pull | Parameters) -> Process:
+def asker(message: Pull | Parameters | Release) -> Process:
     return message.worker, message.incarnation
 
 
@@ -55,6 +57,10 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"gradient of iteration {iteration} ready"
         case TimerFired(timer=timer):
             return f"timer {timer} fired"
+        case RiseArrived(rise=rise):
+            return in_words(rise)
+        case ReleaseArrived(release=release):
+            return in_words(release)
         case Push(handle):
             return f"push of iteration {handle.iteration} by worker {name(author(handle))}"
         case Pull(iteration=iteration):
@@ -62,6 +68,10 @@ def in_words(thing: Event | Action | Message) -> str:
         case Parameters(iteration=iteration, version=version, dropped=dropped):
             after = ", your push was dropped" if dropped else ""
             return f"worker {name(asker(thing))}: compute {iteration} on version {version}{after}"
+        case Rise(shard, V):
+            return f"rise of shard {shard} to V={V}"
+        case Release(iteration=iteration):
+            return f"release of worker {name(asker(thing))} to pull iteration {iteration}"
         case Compute(iteration):
             return f"compute iteration {iteration}"
         case Send(to, message):

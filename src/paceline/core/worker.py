@@ -5,7 +5,8 @@ Each shard answers by itself, so the shards overlap: the next iteration starts w
 the largest any shard answered, and it pulls again from the shards that answered less: their parameters would
 otherwise miss updates the others already hold, and they would wait for pushes that never come.
 
-With `rest_s` a worker pushes, rests for so long, and pulls then (naive waiting). A worker starts when a view names it.
+Between push and pull a worker may pause: with `rest_s` it rests for so long (naive waiting), and `core/scheduler.py`
+has one that waits for a scheduler. A worker starts when a view names it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Worker(Machine):
         super().__init__()
         self.rank = rank
         self.rest_s = rest_s
-        self.resting = False
-        """It has pushed and will pull when the timer fires."""
+        self.pausing = False
+        """It has pushed and does not pull yet."""
         self.shards = [Node("server", shard) for shard in range(members.servers)]
         self.incarnation = NOT_STARTED
         self.view_number = 0
@@ -76,25 +77,37 @@ class Worker(Machine):
         if len(event.nbytes) != len(self.shards):
             raise IllegalEvent(f"a gradient in {len(event.nbytes)} slices for {len(self.shards)} shards")
         self.computing = False
+        pauses = self.pauses()
         for shard, node in enumerate(self.shards):
             handle = Handle(self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard])
             self.actions.append(Send(node, Push(handle)))
-            if not self.rest_s:
+            if not pauses:
                 self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))
         self.iteration += 1
-        if self.rest_s:
-            self.resting = True
-            self.actions.append(SetTimer(self.iteration, self.rest_s))
+        if pauses:
+            self.pausing = True
+            self.pause()
         else:
             self.waiting.update(range(len(self.shards)))
 
+    def pauses(self) -> bool:
+        """Whether something comes between push and pull."""
+        return self.rest_s > 0
+
+    def pause(self) -> None:
+        """Have pushed, and see to it that `resume` is called some time."""
+        self.actions.append(SetTimer(self.iteration, self.rest_s))
+
+    def resume(self) -> None:
+        self.pausing = False
+        self.pull(list(range(len(self.shards))), self.iteration)
+
     def on_timer_fired(self, event: TimerFired) -> None:
-        if self.resting and event.timer == self.iteration:
-            self.resting = False
-            self.pull(list(range(len(self.shards))), self.iteration)
+        if self.pausing and event.timer == self.iteration:
+            self.resume()
 
     def settle(self) -> None:
-        if self.waiting or self.computing or self.resting or self.incarnation == NOT_STARTED:
+        if self.waiting or self.computing or self.pausing or self.incarnation == NOT_STARTED:
             return
         self.iteration = self.agree(self.answered)
         behind = [shard for shard, answered in enumerate(self.answered) if answered < self.iteration]

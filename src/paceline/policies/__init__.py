@@ -21,12 +21,13 @@ from paceline.policies.bsp import BSP
 from paceline.policies.deadline import Deadline
 from paceline.policies.dssp import DSSP
 from paceline.policies.pssp import PSSP
+from paceline.policies.scheduled import Scheduled
 from paceline.policies.several import Mix, Switch
 from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting)
+    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -107,6 +108,7 @@ __all__ = [
     "Deadline",
     "Mix",
     "Policy",
+    "Scheduled",
     "Switch",
     "Waiting",
     "option",

@@ -87,6 +87,9 @@ def _facts(runs: list[RunView], config: Mapping[str, Any]) -> str:
         number = config.get(f"{noun}s")
         if isinstance(number, int):
             facts.append(plural(number, noun))
+    uneven = {run.number("slices", "imbalance") for run in runs} - {None}
+    if config.get("servers") != 1 and len(uneven) == 1:
+        facts.append(f"largest slice {uneven.pop():.2f} times the mean")
     if "seed" in config:
         facts.append(f"seed {config['seed']}")
     return tag("p", "".join(tag("span", text(fact)) for fact in facts), class_="facts")

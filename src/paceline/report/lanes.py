@@ -17,9 +17,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from paceline.core.actions import Answer, Compute, Park, SetTimer
-from paceline.core.events import GradientReady, TimerFired, ViewChanged
-from paceline.core.messages import View
+from paceline.core.actions import Answer, Compute, Park, Send, SetTimer
+from paceline.core.events import GradientReady, RiseArrived, TimerFired, ViewChanged
+from paceline.core.messages import Release, View
 from paceline.core.trace import Record, Trace
 
 Kind = Literal["compute", "wait", "exchange", "dead"]
@@ -174,6 +174,8 @@ class Lanes:
                     lane.start_compute(at, action.iteration)
                 elif type(action) is SetTimer:
                     lane.park(at, NOBODY, "rests before it pulls")
+        elif role == "scheduler":
+            self.take_scheduler(record)
         elif role == "server":
             for action in record.actions:
                 if type(action) is Answer:
@@ -185,6 +187,19 @@ class Lanes:
                     parked = self.lanes.get((action.pull.worker, action.pull.incarnation))
                     if parked is not None:
                         parked.park(at, rank, action.reason)
+
+    def take_scheduler(self, record: Record) -> None:
+        """A pull that the scheduler holds waits for all shards; it ends with the rise that lets it pass."""
+        at, event = record.event.at, record.event
+        for action in record.actions:
+            if isinstance(action, Send) and isinstance(action.message, Release):
+                released = self.lanes.get((action.message.worker, action.message.incarnation))
+                if released is not None:
+                    released.answer(at, NOBODY, event.rise.by if isinstance(event, RiseArrived) else NOBODY)
+            elif isinstance(action, Park):
+                parked = self.lanes.get((action.pull.worker, action.pull.incarnation))
+                if parked is not None:
+                    parked.park(at, NOBODY, action.reason)
 
     def take_view(self, at: float, view: View) -> None:
         """Views reach each node in its own time, and are complete: the first sight of a newer one counts."""

@@ -1,9 +1,9 @@
 """The numbers of a run, from its trace alone: one pass, whatever the runtime.
 
-A *DPR* (delayed pull request, 001 Table IV) is a pull that was parked, counted on every shard. *Staleness* of
-a gradient slice is how many versions its shard made between the version it was computed on and the one it
-went into. A gradient counts as *dropped* when at least one shard dropped its slice for being late or not
-finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
+A *DPR* (delayed pull request, 001 Table IV) is a pull that was parked, counted on every shard, or once where a
+scheduler parks. *Staleness* of a gradient slice is how many versions its shard made between the version it was
+computed on and the one it went into. A gradient counts as *dropped* when at least one shard dropped its slice for
+being late or not finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
             counts.take(record)
         elif type(record.event) is GradientReady:
             counts.gradients += 1
+        elif record.node[0] == "scheduler":
+            counts.parks += sum(type(action) is Park for action in record.actions)
     end_s = max(lanes.last_s, time_s or 0.0)
     lanes.finish(end_s)
     waits = [span for lane in lanes.lanes.values() for span in lane.spans if span.kind == "wait"]

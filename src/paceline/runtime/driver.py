@@ -2,7 +2,7 @@
 
 `Seat` is the place a machine sits at in a runtime: it is told events, the machine says what to do, the step
 goes into the trace, and a `Carrier` does it, action by action, in order. A runtime is two carriers (one for
-workers, one for servers) and a clock.
+workers, one for servers; a third where a policy has a scheduler) and a clock.
 """
 
 from __future__ import annotations
@@ -73,10 +73,32 @@ class ServerCarrier:
     """Base of those that carry out a shard's actions: what a shard's machine never orders."""
 
     def send(self, action: Send) -> None:
-        raise NoSuchAction(f"a server cannot {action}")
+        raise NoSuchAction(f"a server cannot {action}: there is no scheduler")
 
     def compute(self, action: Compute) -> None:
         raise NoSuchAction(f"a server cannot {action}")
+
+
+class SchedulerCarrier:
+    """Base of those that carry out a scheduler's actions: it only sends."""
+
+    def park(self, action: Park) -> None:
+        """Nothing to do: the worker waits by itself."""
+
+    def compute(self, action: Compute) -> None:
+        raise NoSuchAction(f"a scheduler cannot {action}")
+
+    def apply(self, action: Apply) -> None:
+        raise NoSuchAction(f"a scheduler cannot {action}")
+
+    def drop(self, action: Drop) -> None:
+        raise NoSuchAction(f"a scheduler cannot {action}")
+
+    def answer(self, action: Answer) -> None:
+        raise NoSuchAction(f"a scheduler cannot {action}")
+
+    def set_timer(self, action: SetTimer) -> None:
+        raise NoSuchAction(f"a scheduler cannot {action}")
 
 
 class Seat:

@@ -6,6 +6,9 @@ part of one tensor that lies in one slice, small enough to stay in a cache while
 
 Where an optimizer must see whole tensors, or staleness is to be known layer by layer, slices end on the borders of
 tensors or layers instead, and the largest is as small as that allows.
+
+The baseline is ps-lite's cut by *key ranges*: a tensor is a key, each server has an equal share of the keys in their
+order, whatever they weigh. The server that has the largest tensors then moves and steps more than the others.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from paceline.errors import ConfigError
 
 CACHE_LINE_BYTES = 64
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+EPS, KEY_RANGE = "eps", "key-range"
+SLICINGS = (EPS, KEY_RANGE)
 
 
 class Entry(Struct, frozen=True, array_like=True):
@@ -54,6 +59,8 @@ class Layout(Struct, frozen=True, array_like=True):
     dtype: str
     borders: str = "anywhere"
     """"anywhere", on the borders of "tensors", or of "layers": tensors whose names differ after the last dot only."""
+    slicing: str = EPS
+    """"eps": as equal as the borders allow; "key-range": as many tensors for each server, whatever they weigh."""
 
     @property
     def numel(self) -> int:
@@ -87,7 +94,9 @@ class Layout(Struct, frozen=True, array_like=True):
         return dict(zip((entry.name for entry in self.entries), self.views(flat), strict=True))
 
     def slices(self, shards: int) -> list[slice]:
-        """Cut into `shards` parts, equal to within one cache line, or as equal as the borders allow."""
+        """Cut into `shards` parts: equal to within one cache line, as equal as the borders allow, or by key ranges."""
+        if self.slicing == KEY_RANGE:
+            return self._slices_by_key_range(shards)
         if self.borders != "anywhere":
             return self._slices_on_borders(shards)
         line = CACHE_LINE_BYTES // self.itemsize
@@ -113,6 +122,17 @@ class Layout(Struct, frozen=True, array_like=True):
         cuts = [starts[index] for index in balanced(sizes, shards)]
         return [slice(start, stop) for start, stop in pairwise(cuts)]
 
+    def _slices_by_key_range(self, shards: int) -> list[slice]:
+        keys = len(self.entries)
+        if shards > keys:
+            raise ConfigError(
+                f"servers={shards} is out of range: 1 to {keys}, since slicing={self.slicing} gives each server "
+                f"whole tensors and the model has {keys}"
+            )
+        starts = list(accumulate((entry.numel for entry in self.entries), initial=0))
+        cuts = [starts[keys * shard // shards] for shard in range(shards + 1)]
+        return [slice(start, stop) for start, stop in pairwise(cuts)]
+
     def slice_bytes(self, shards: int) -> tuple[int, ...]:
         return tuple((part.stop - part.start) * self.itemsize for part in self.slices(shards))
 
@@ -129,14 +149,26 @@ class Layout(Struct, frozen=True, array_like=True):
         return pieces
 
 
-def layout_of(named: Iterable[tuple[str, Tensor, int]], borders: str = "anywhere") -> Layout:
+def imbalance(slice_bytes: Sequence[int]) -> float:
+    """How many times the mean the largest slice is: 1 when all are equal. The largest sets the pace."""
+    total = sum(slice_bytes)
+    return max(slice_bytes) * len(slice_bytes) / total if total else 1.0
+
+
+def check_slicing(slicing: str) -> str:
+    if slicing not in SLICINGS:
+        raise ConfigError(f"unknown slicing {slicing!r} (known: {', '.join(SLICINGS)})")
+    return slicing
+
+
+def layout_of(named: Iterable[tuple[str, Tensor, int]], borders: str = "anywhere", slicing: str = EPS) -> Layout:
     """The layout of (name, tensor, group) triples. All tensors must have one dtype, float32 or float64."""
     triples = list(named)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor, _ in triples}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
         raise ConfigError(f"parameters must all be float32 or all float64, got {', '.join(sorted(dtypes)) or 'none'}")
     entries = tuple(Entry(name, tuple(tensor.shape), group) for name, tensor, group in triples)
-    return Layout(entries, dtypes.pop(), borders)
+    return Layout(entries, dtypes.pop(), borders, check_slicing(slicing))
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[int]:

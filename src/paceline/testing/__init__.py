@@ -38,6 +38,9 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *answer*: once to each pull of a member, not to a copy of it, for at least the iteration asked for, with the
   shard's version, saying truly whether the worker's last push was dropped.
 
+- *together* (a policy that `has_scheduler`): a shard reports its V as it is, and the scheduler releases a worker
+  only when the policy's pull condition holds for the smallest V of all shards.
+
 Whatever a machine raises, its own `check()` included, is rule *machine*. Write a policy, then play it a
 thousand times: a condition that is wrong in one interleaving of a thousand shows within seconds.
 """

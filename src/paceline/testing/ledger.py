@@ -6,7 +6,7 @@ from typing import assert_never
 
 from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
-from paceline.core.messages import Handle, Parameters, Pull, View
+from paceline.core.messages import Handle, Parameters, Pull, Rise, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.words import Process, asker, author, in_words, name
 from paceline.testing.story import Story
@@ -145,6 +145,8 @@ class Ledger:
                     self.judge_park(action, what)
                 case SetTimer(after_s=after_s):
                     self.expect(after_s >= 0, "answer", f"a time cannot be negative: {what}")
+                case Send(message=Rise(V=V)) if self.plan.has_scheduler:
+                    self.expect(V == self.V, "together", f"{what}, it is at V={self.V}")
                 case Compute() | Send():
                     self.expect(False, "answer", f"a shard may not {what}")
                 case _:

@@ -17,12 +17,15 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    ReleaseArrived,
+    RiseArrived,
     TimerFired,
     ViewChanged,
 )
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Message, Node, Parameters, Pull, Push, Role, View
+from paceline.core.messages import Members, Message, Node, Parameters, Pull, Push, Release, Rise, Role, View
 from paceline.core.policy import CentralPolicy
+from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record
 from paceline.core.words import Process, asker, in_words, name
@@ -31,6 +34,9 @@ from paceline.testing.story import PolicyBroken, Story
 
 Link = tuple[Process, int, bool]
 """What joins a process and a shard, in one direction (True: to the shard)."""
+
+SCHEDULING = -1
+"""The scheduler's place in a link. A shard that reports to it does so as the process (SCHEDULING, shard)."""
 
 MachineFactory = Callable[[Role, int, Members, int], Machine]
 """`policy.machine`, or a substitute that breaks a rule on purpose."""
@@ -43,6 +49,7 @@ class Run:
         self, policy: CentralPolicy, header: Header, iterations: int, patience: int, make: MachineFactory
     ) -> None:
         self.story = Story(header)
+        self.policy = policy
         self.members = header.members
         self.iterations = iterations
         self.make = make
@@ -55,6 +62,7 @@ class Run:
         self.slowness = self.random.choice((0.1, 0.5, 2.0))
         self.pace: defaultdict[Any, float] = defaultdict(lambda: self.random.choice((0.3, 1.0, 1.0, 8.0)))
         self.shards = [self.start("server", shard) for shard in range(self.members.servers)]
+        self.scheduler = self.start("scheduler", 0) if policy.has_scheduler else None
         self.processes: dict[Process, Machine] = {}
         self.expelled: set[Process] = set()
         """Those that were given up but go on."""
@@ -113,11 +121,15 @@ class Run:
                 if self.faults and self.random.random() < 0.05:
                     self.later(self.delay() * 5, self.push, shard, push)
             case Pull() as pull:
-                self.step(Node("server", shard), PullArrived(self.now, pull))
+                self.pull(shard, pull)
                 if self.faults and self.random.random() < 0.05:
-                    self.later(self.delay() * 5, self.pull_again, shard, pull)
+                    self.later(self.delay() * 5, self.pull, shard, pull)
             case Parameters() as parameters:
                 self.step(Node("worker", process[0]), ParametersArrived(self.now, parameters), process)
+            case Rise() as rise:
+                self.step(SCHEDULER, RiseArrived(self.now, rise))
+            case Release() as release:
+                self.step(Node("worker", process[0]), ReleaseArrived(self.now, release), process)
 
     def push(self, shard: int, push: Push) -> None:
         bad = self.faults and self.random.random() < 0.03
@@ -127,12 +139,13 @@ class Run:
         event = PushRejected(self.now, push, "not finite") if bad else PushArrived(self.now, push, significance)
         self.step(Node("server", shard), event)
 
-    def pull_again(self, shard: int, pull: Pull) -> None:
-        self.step(Node("server", shard), PullArrived(self.now, pull))
+    def pull(self, shard: int, pull: Pull) -> None:
+        node = SCHEDULER if shard == SCHEDULING else Node("server", shard)
+        self.step(node, PullArrived(self.now, pull))
 
     def step(self, node: Node, event: Event, process: Process = (0, 0)) -> None:
         """Hand an event to a machine, judge what it orders, carry it out. The dead hear nothing."""
-        machine = self.shards[node.rank] if node.role == "server" else self.processes.get(process)
+        machine = self.machine_at(node, process)
         if machine is None:
             return
         self.story.counts["deliveries"] += 1
@@ -151,12 +164,28 @@ class Run:
                 case Answer(parameters):
                     self.send((asker(parameters), node.rank, False), parameters)
                 case Send(to, message):
-                    self.send((process, to.rank, True), message)
+                    self.send(self.link(node, process, to, message), message)
                 case Compute():
                     self.compute(process, action)
                 case SetTimer(timer, after_s):
                     due = self.now + after_s
                     self.later(after_s, self.step, node, TimerFired(due, timer), process)
+
+    def machine_at(self, node: Node, process: Process) -> Machine | None:
+        if node.role == "server":
+            return self.shards[node.rank]
+        return self.scheduler if node == SCHEDULER else self.processes.get(process)
+
+    def link(self, sender: Node, process: Process, to: Node, message: Message) -> Link:
+        """The way a message takes. What a scheduler lets pass is judged when it leaves."""
+        if isinstance(message, Release):
+            i, V = message.iteration - 1, min(ledger.V for ledger in self.ledgers)
+            together = self.policy.in_force(0, V).may_pull(i, V)
+            self.story.expect(together, "together", f"{in_words(message)}, a shard is at V={V}")
+            return asker(message), SCHEDULING, False
+        if sender.role == "server":
+            process = (SCHEDULING, sender.rank)
+        return process, to.rank if to.role == "server" else SCHEDULING, True
 
     def compute(self, process: Process, compute: Compute) -> None:
         new = compute.iteration > self.computed.get(process, -1)
@@ -184,7 +213,7 @@ class Run:
             self.expelled.add(victim)
         else:
             del self.processes[victim]
-            for shard in range(self.members.servers):
+            for shard in (*range(self.members.servers), *([SCHEDULING] if self.scheduler is not None else [])):
                 sent = self.links[victim, shard, True]
                 for _ in range(self.random.randint(0, len(sent))):
                     sent.pop()
@@ -208,6 +237,7 @@ class Run:
     def announce(self, members: dict[int, int]) -> None:
         self.view = View(self.view.number + 1, tuple(sorted(members.items())))
         receivers = [(Node("server", shard), (0, 0)) for shard in range(self.members.servers)]
+        receivers += [(SCHEDULER, (0, 0))] if self.scheduler is not None else []
         receivers += [(Node("worker", process[0]), process) for process in self.processes]
         for node, process in receivers:
             delay = self.delay() * self.random.choice((1, 4))

@@ -31,10 +31,12 @@ from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.harvest import harvest, keep_buffers
 from paceline.runtime.live.keeping import Keeper, Keeping
+from paceline.runtime.live.scheduling import Scheduling
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.striking import Striker
 from paceline.runtime.live.watching import Care, Watchman
 from paceline.runtime.live.worker import BEGUN
+from paceline.tensors.layout import EPS
 
 TICK_S = 0.2
 RESTART_S, RESTART_MOST_S = 0.5, 30.0
@@ -53,6 +55,7 @@ class LivePlan:
     target: Target | None = None
     care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
+    slicing: str = EPS
 
 
 class Driver:
@@ -91,6 +94,8 @@ class Driver:
         """(when, rank) of workers to be started again."""
         self.server_lives = [0] * plan.members.servers
         self.keeper: Keeper | None = None
+        self.scheduling: Scheduling | None = None
+        """The scheduler, if the policy has one."""
         self.interrupts = 0
         self.stopping = False
         self.epoch_s = time.monotonic()
@@ -119,6 +124,7 @@ class Driver:
             plan.seed,
             to_table(plan.cluster) if plan.cluster is not None else None,
             str(output),
+            plan.slicing,
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
         self.listener = Listener(self.folder.path / "driver")
@@ -134,8 +140,12 @@ class Driver:
                 self.turn()
             for sentinel in list(self.children):
                 self.child_ended(self.children.pop(sentinel))
+            if self.scheduling is not None:
+                self.scheduling.close()
             return harvest(self, output)
         finally:
+            if self.scheduling is not None:
+                self.scheduling.close()
             self.echo.close_all()
             self.listener.close()
             self.waiter.close()
@@ -221,6 +231,9 @@ class Driver:
                     self.keeper.saved(message, str(self.policy), self.lead.layout, self.folder.path / "others")
             case wire.Finished():
                 self.servers_finished.add(message.shard)
+            case wire.Ask() | wire.Report():
+                if self.scheduling is not None:
+                    self.scheduling.hear(message)
             case _:
                 assert_never(message)
 
@@ -357,6 +370,8 @@ class Driver:
             self.policy = policies.parse(lead.policy or DEFAULT_POLICY)
         self.policy.validate(self.members)
         self.epoch_s = time.monotonic()
+        if self.policy.has_scheduler:
+            self.scheduling = Scheduling(self, self.policy, self.folder.path / "trace")
         for shard in range(self.members.servers):
             self._configure_server(shard)
 
@@ -410,6 +425,8 @@ class Driver:
 
     def _announce(self, view: View) -> None:
         self.decks.announce(view)
+        if self.scheduling is not None:
+            self.scheduling.announce(view)
         for shard in self.servers_configured:  # the others are told when they are
             self._tell_server(shard, wire.NewView(view))
 

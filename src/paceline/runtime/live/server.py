@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import policies
-from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
+from paceline.core.actions import Answer, Apply, Drop, Park, Send, SetTimer
 from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
-from paceline.core.messages import Handle, Node, Pull, Push
+from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
-from paceline.runtime.driver import Seat, ServerCarrier
+from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
@@ -322,6 +322,11 @@ class LiveServer(ServerCarrier):
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason
+
+    def send(self, action: Send) -> None:
+        if not isinstance(action.message, Rise):
+            raise NoSuchAction(f"a server cannot {action}")
+        self.driver.send(wire.encode(wire.Report(action.message)))
 
     def set_timer(self, action: SetTimer) -> None:
         heappush(self.timers, (self.now() + action.after_s, action.timer))

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from paceline.errors import RunFailed
 from paceline.runtime.live import wire
 from paceline.tensors.optimizers import Hyper
@@ -55,11 +57,16 @@ class Watchman:
         if status.shard:
             self.moved_s.update((rank, now) for rank, seen in status.workers.items() if seen.waits)
             return
-        for rank, seen in status.workers.items():
+        scheduling = self.driver.scheduling
+        held = scheduling.waits if scheduling is not None else {}
+        workers = {
+            rank: structs.replace(seen, waits=seen.waits or held.get(rank, "")) for rank, seen in status.workers.items()
+        }
+        for rank, seen in workers.items():
             before = self.status.get(rank)
             if before is None or before.pushed != seen.pushed or seen.waits:
                 self.moved_s[rank] = now
-        self.status = status.workers
+        self.status = workers
         if status.hyper is not None:
             self.hyper = status.hyper
 

@@ -1,9 +1,9 @@
 """What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
 
-worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Leave
-driver -> worker     Begin, Dealt, Reopened, Refuse, Stop
+worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Leave; Ask, for the scheduler
+driver -> worker     Begin, Dealt, Reopened, Refuse, Stop; Let, from the scheduler
 driver -> server     Configure, NewView, Checkpoint, Finish
-server -> driver     Ready, Status, Due, Saved, Finished
+server -> driver     Ready, Status, Due, Saved, Finished; Report, for the scheduler
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
 """
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
-from paceline.core.messages import Members, Parameters, Pull, Push, View
+from paceline.core.messages import Members, Parameters, Pull, Push, Release, Rise, View
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
@@ -31,6 +31,8 @@ class LiveConfig(Struct, frozen=True):
     """The scenario whose slowdowns, slow links and faults are injected, as a table (cluster/files.py)."""
     output: str
     """Where traces go."""
+    slicing: str
+    """How the parameters are cut over the servers (`Layout.slicing`)."""
 
 
 class Describe(Struct, frozen=True, tag=True):
@@ -180,6 +182,24 @@ class Finished(Struct, frozen=True, tag=True):
     shard: int
 
 
+class Ask(Struct, frozen=True, tag=True):
+    """A worker's pull, for the scheduler to let pass."""
+
+    pull: Pull
+
+
+class Report(Struct, frozen=True, tag=True):
+    """How far a shard is, for the scheduler."""
+
+    rise: Rise
+
+
+class Let(Struct, frozen=True, tag=True):
+    """The scheduler lets a worker pull."""
+
+    release: Release
+
+
 class Exchange(Struct, frozen=True, tag=True):
     """A worker's messages to one shard, with what the shard's optimizer needs to know of the gradient."""
 
@@ -203,8 +223,8 @@ class Fetched(Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
-ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status
-ToWorker = Begin | Dealt | Refuse | Stop | Reopened
+ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask | Report
+ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Let
 ToServer = Configure | NewView | Checkpoint | Finish
 
 encode = msgspec.msgpack.Encoder().encode

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from paceline import cluster, policies
 from paceline.core.actions import Compute, Send, SetTimer
-from paceline.core.events import GradientReady, ParametersArrived, TimerFired, ViewChanged
+from paceline.core.events import GradientReady, ParametersArrived, ReleaseArrived, TimerFired, ViewChanged
 from paceline.core.messages import Node, Parameters, Pull, Push
 from paceline.core.policy import Policy
+from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
-from paceline.runtime.driver import Seat, WorkerCarrier
+from paceline.runtime.driver import NoSuchAction, Seat, WorkerCarrier
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.hands import Hands
@@ -61,6 +62,7 @@ class LiveWorker(WorkerCarrier):
         self.waiter.watch(self.driver)
         self.servers: list[Link] = []
         self.outbox: dict[int, list[Push | Pull]] = {}
+        self.to_scheduler: Pull | None = None
         self.ordered: Compute | None = None
         self.timer: tuple[float, int] | None = None
         """When the worker is to pull, if it rests before: naive waiting."""
@@ -251,6 +253,10 @@ class LiveWorker(WorkerCarrier):
             if self.timer is not None:
                 self.rest(*self.timer)
                 continue
+            if self.machine.pausing:  # the scheduler decides
+                self.await_driver()
+                self.flush()
+                continue
             server = self.servers[min(self.machine.waiting)]
             message = server.wait_for(IDLE_S)
             if message is not None:
@@ -340,17 +346,19 @@ class LiveWorker(WorkerCarrier):
                     link.path = path
                     link.reopen()
                     self.say_again(shard)
+            case wire.Let(release):
+                self.seat.tell(ReleaseArrived(self.now(), release))
             case wire.Dealt():
                 self.hands.take(message)
             case wire.Refuse(reason):
                 raise PacelineError(reason)
 
     def say_again(self, shard: int) -> None:
-        """A server came back: if we wait for its answer, it may never have seen our push.
+        """A server came back: if we wait for its answer, or are about to pull, it may never have seen our push.
 
         Its part of the segment may hold anything, so the gradient goes there once more.
         """
-        if shard not in self.said or not (shard in self.machine.waiting or self.machine.resting):
+        if shard not in self.said or not (shard in self.machine.waiting or self.machine.pausing):
             return
         self.segments.restore(shard, len(self.servers), self.pushed)
         self.servers[shard].send(wire.encode(self.said[shard]))
@@ -366,6 +374,9 @@ class LiveWorker(WorkerCarrier):
                 exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
             self.said[shard] = exchange
         self.outbox.clear()
+        if self.to_scheduler is not None:
+            self.driver.send(wire.encode(wire.Ask(self.to_scheduler)))
+            self.to_scheduler = None
 
     def slow_down(self, started: float) -> None:
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
@@ -415,7 +426,13 @@ class LiveWorker(WorkerCarrier):
         self.ordered = action
 
     def send(self, action: Send) -> None:
-        self.outbox.setdefault(action.to.rank, []).append(action.message)
+        message = action.message
+        if action.to == SCHEDULER and isinstance(message, Pull):
+            self.to_scheduler = message
+        elif isinstance(message, Push | Pull):
+            self.outbox.setdefault(action.to.rank, []).append(message)
+        else:
+            raise NoSuchAction(f"a worker cannot {action}")
 
     def set_timer(self, action: SetTimer) -> None:
         self.timer = (self.now() + action.after_s, action.timer)

@@ -54,6 +54,9 @@ class LayerwiseWorker(VirtualWorker):
             self.back_at = max(self.back_at, leaves_at)
             engine.at(leaves_at, COMPUTE, lambda: self.dispatch(action))
             return
+        if action.to.role == "scheduler":
+            engine.at(self.back_at, COMPUTE, lambda: self.dispatch(action))
+            return
         self.to_pull.append(action)
         if not self.reading:
             self.reading = True

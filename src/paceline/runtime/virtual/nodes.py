@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
-from paceline.core.events import Event, GradientReady, ParametersArrived, PullArrived, PushArrived, TimerFired
-from paceline.core.messages import Parameters, Pull, Push
+from paceline.core.events import (
+    Event,
+    GradientReady,
+    ParametersArrived,
+    PullArrived,
+    PushArrived,
+    ReleaseArrived,
+    TimerFired,
+)
+from paceline.core.messages import Message, Parameters, Pull, Push, Release
 from paceline.core.shard import Shard
-from paceline.runtime.driver import Seat, ServerCarrier, WorkerCarrier
+from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Wire
 from paceline.tensors.optimizers import SliceOptimizer
 
@@ -39,16 +47,21 @@ class VirtualServer(ServerCarrier):
         self.seat: Seat
         self.machine: Shard
 
-    def receive(self, message: Push | Pull) -> None:
+    def receive(self, message: Message) -> None:
         """Take a message that a worker sends now."""
         engine = self.simulation.engine
         if isinstance(message, Push):
             arrival = self.inward.arrival(engine.now, message.handle.nbytes)
             engine.at(arrival, MESSAGE, lambda: self.take_push(arrival, message))
-        else:
+        elif isinstance(message, Pull):
             arrival = self.inward.arrival(engine.now, 0)
             event = PullArrived(arrival, message)
             engine.tell(arrival, MESSAGE, self.seat.tell, event)
+        else:
+            raise NoSuchAction(f"nobody sends a shard {message}")
+
+    def send(self, action: Send) -> None:
+        self.simulation.node(action.to).receive(action.message)
 
     def take_push(self, arrival: float, push: Push) -> None:
         significance = None
@@ -127,6 +140,12 @@ class VirtualWorker(WorkerCarrier):
 
         engine.at(arrival, MESSAGE, pass_link)
 
+    def take_release(self, release: Release, arrival: float) -> None:
+        """Take what the scheduler sends now; it is here at `arrival`."""
+        if self.down is not None:
+            arrival += self.down.latency_s
+        self.simulation.engine.tell(arrival, MESSAGE, self.tell, ReleaseArrived(arrival, release))
+
     def compute(self, action: Compute) -> None:
         simulation = self.simulation
         if simulation.iterations is not None and action.iteration >= simulation.iterations:
@@ -165,10 +184,10 @@ class VirtualWorker(WorkerCarrier):
             self.simulation.gradients.cancel((self.rank, self.incarnation, self.computing.iteration))
 
     def send(self, action: Send) -> None:
-        server, message = self.simulation.servers[action.to.rank], action.message
+        node, message = self.simulation.node(action.to), action.message
         if self.up is None:
-            server.receive(message)
+            node.receive(message)
         else:
             engine = self.simulation.engine
             nbytes = message.handle.nbytes if isinstance(message, Push) else 0
-            engine.at(self.up.arrival(engine.now, nbytes), MESSAGE, lambda: server.receive(message))
+            engine.at(self.up.arrival(engine.now, nbytes), MESSAGE, lambda: node.receive(message))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from paceline.cluster import Cluster, Fault
 from paceline.core.events import ViewChanged
-from paceline.core.messages import Members, Node, View
+from paceline.core.messages import Members, Node, Release, View
 from paceline.core.policy import Policy
+from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record, Trace
 from paceline.dealing import Dealer
@@ -22,7 +23,8 @@ from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.layerwise import LayerwiseWorker
 from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
-from paceline.tensors.layout import flatten, layout_of
+from paceline.runtime.virtual.scheduling import VirtualScheduler
+from paceline.tensors.layout import EPS, flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
 from paceline.workloads.base import Workload
 
@@ -48,6 +50,8 @@ class Plan:
     dtype: torch.dtype = torch.float32
     by_layer: bool = False
     """Workers read and push layer by layer; a server for each layer."""
+    slicing: str = EPS
+    """How the parameters are cut over the servers."""
 
 
 class Simulation:
@@ -62,7 +66,7 @@ class Simulation:
         self.authority = Authority()
         self.module = plan.workload.module(plan.seed, plan.dtype)
         named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
-        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders)
+        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders, plan.slicing)
         plan.optimizer.check(self.layout)
         self.names = {name for name, _, _ in named}
         self.flat = self.layout.empty()
@@ -82,6 +86,7 @@ class Simulation:
         self.steps = 0
         self.at_iteration = [fault for fault in plan.cluster.faults if fault.at_iteration is not None]
         self.servers = [self._server(shard) for shard in range(plan.members.servers)]
+        self.scheduler = self._scheduler() if plan.policy.has_scheduler else None
         self.workers: dict[int, VirtualWorker] = {}
 
     def _server(self, shard: int) -> VirtualServer:
@@ -95,6 +100,25 @@ class Simulation:
         server.seat = Seat(node, 0, machine, server, self.record)
         machine.checks = self.members.workers <= FEW
         return server
+
+    def _scheduler(self) -> VirtualScheduler:
+        scheduler = VirtualScheduler(self.engine, self.cluster, self.deliver)
+        machine = self.plan.policy.machine("scheduler", 0, self.members, self.seed)
+        machine.checks = self.members.workers <= FEW
+        scheduler.seat = Seat(SCHEDULER, 0, machine, scheduler, self.record)
+        return scheduler
+
+    def node(self, to: Node) -> VirtualServer | VirtualScheduler:
+        """Who takes messages to this address."""
+        if to.role == "server":
+            return self.servers[to.rank]
+        assert self.scheduler is not None
+        return self.scheduler
+
+    def deliver(self, release: Release, arrival: float) -> None:
+        worker = self.workers.get(release.worker)
+        if worker is not None and worker.incarnation == release.incarnation:
+            worker.take_release(release, arrival)
 
     def record(self, record: Record) -> None:
         self.trace.records.append(record)
@@ -156,10 +180,12 @@ class Simulation:
             self.engine.at(arrival, MESSAGE, lambda w=self.workers[rank]: w.tell(ViewChanged(arrival, view)))  # type: ignore[misc]
 
     def announce(self, view: View, when: float) -> None:
-        """Tell the shards, `when` plus the latency from now on."""
+        """Tell the shards, and the scheduler if there is one, `when` plus the latency from now on."""
         arrival = when + self.cluster.latency_s
-        for server in self.servers:
-            self.engine.at(arrival, MESSAGE, lambda s=server: s.seat.tell(ViewChanged(arrival, view)))  # type: ignore[misc]
+        seats = [server.seat for server in self.servers]
+        seats += [self.scheduler.seat] if self.scheduler is not None else []
+        for seat in seats:
+            self.engine.tell(arrival, MESSAGE, seat.tell, ViewChanged(arrival, view))
 
     def leave(self, worker: VirtualWorker) -> None:
         """The worker has done its part and says so."""

@@ -6,6 +6,7 @@ ask what a policy does with 10 000 workers. A worker stops after `iterations`; n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster
@@ -15,14 +16,17 @@ from paceline.core.events import (
     ParametersArrived,
     PullArrived,
     PushArrived,
+    ReleaseArrived,
     TimerFired,
     ViewChanged,
 )
-from paceline.core.messages import Members, Node, Push
+from paceline.core.messages import Members, Node, Pull, Push, Release
 from paceline.core.policy import Policy
+from paceline.core.scheduler import SCHEDULER
 from paceline.core.trace import Header, Record, Trace
-from paceline.runtime.driver import Authority, Seat, ServerCarrier, WorkerCarrier
+from paceline.runtime.driver import Authority, Carrier, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Engine, Wire
+from paceline.runtime.virtual.scheduling import VirtualScheduler
 
 SLICE_BYTES = 20_000
 """What a gradient slice is said to weigh: a model of about 5 000 parameters."""
@@ -37,6 +41,8 @@ class TimingPlan:
     seed: int = 0
     checked: bool = False
     """Keep a trace, and check the invariants of the shards as often as `simulate` does."""
+    slice_bytes: tuple[int, ...] | None = None
+    """What the slice of each shard weighs; `SLICE_BYTES` each if none."""
 
 
 class Timing:
@@ -45,14 +51,25 @@ class Timing:
     def __init__(self, plan: TimingPlan) -> None:
         self.plan = plan
         self.engine = Engine()
-        self.slice_bytes = (SLICE_BYTES,) * plan.members.servers
+        self.slice_bytes = plan.slice_bytes or (SLICE_BYTES,) * plan.members.servers
         header = Header("timing", str(plan.policy), plan.members, plan.seed, self.slice_bytes)
         self.trace = Trace(header)
         self.updates = 0
         self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
-        self.workers = [TimedWorker(self, rank) for rank in range(plan.members.workers)]
+        self.workers = [
+            TimedWorker(self, rank) if plan.cluster.link(rank) is None else LinkedWorker(self, rank)
+            for rank in range(plan.members.workers)
+        ]
+        self.scheduler = VirtualScheduler(self.engine, plan.cluster, self.deliver)
+        if plan.policy.has_scheduler:
+            self.scheduler.seat = self.seat(SCHEDULER, self.scheduler)
 
-    def seat(self, node: Node, carrier: TimedServer | TimedWorker) -> Seat:
+    def deliver(self, release: Release, arrival: float) -> None:
+        worker = self.workers[release.worker]
+        arrival += worker.link_latency_s
+        self.engine.tell(arrival, MESSAGE, worker.tell, ReleaseArrived(arrival, release))
+
+    def seat(self, node: Node, carrier: Carrier) -> Seat:
         machine = self.plan.policy.machine(node.role, node.rank, self.plan.members, self.plan.seed)
         return Seat(node, 0, machine, carrier, self.record if self.plan.checked else None)
 
@@ -67,9 +84,10 @@ class Timing:
         """Run to the end; the number of events that machines handled."""
         view = Authority().admit(dict.fromkeys(range(self.plan.members.workers), 0))
         arrival = self.plan.cluster.latency_s
-        nodes: list[TimedServer | TimedWorker] = [*self.servers, *self.workers]
-        for node in nodes:
-            self.engine.tell(arrival, MESSAGE, node.seat.tell, ViewChanged(arrival, view))
+        seats = [server.seat for server in self.servers] + [worker.seat for worker in self.workers]
+        seats += [self.scheduler.seat] if self.plan.policy.has_scheduler else []
+        for seat in seats:
+            self.engine.tell(arrival, MESSAGE, seat.tell, ViewChanged(arrival, view))
         self.engine.run()
         return self.engine.sequence
 
@@ -83,7 +101,11 @@ class TimedServer(ServerCarrier):
         self.engine = timing.engine
         self.inward = Wire(cluster.latency_s, cluster.bandwidth)
         self.outward = Wire(cluster.latency_s, cluster.bandwidth)
+        self.slice_bytes = timing.slice_bytes[shard]
         self.seat = timing.seat(Node("server", shard), self)
+
+    def send(self, action: Send) -> None:
+        self.timing.scheduler.receive(action.message)
 
     def apply(self, action: Apply) -> None:
         self.timing.updates += 1
@@ -96,9 +118,9 @@ class TimedServer(ServerCarrier):
 
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
-        arrival = self.outward.arrival(self.engine.now, SLICE_BYTES)
-        tell = self.timing.workers[parameters.worker].tell
-        self.engine.tell(arrival, MESSAGE, tell, ParametersArrived(arrival, parameters))
+        arrival = self.outward.arrival(self.engine.now, self.slice_bytes)
+        take = self.timing.workers[parameters.worker].take
+        self.engine.tell(arrival, MESSAGE, take, ParametersArrived(arrival, parameters))
 
     def set_timer(self, action: SetTimer) -> None:
         due = self.engine.now + action.after_s
@@ -108,6 +130,8 @@ class TimedServer(ServerCarrier):
 class TimedWorker(WorkerCarrier):
     """One worker: durations from the cluster."""
 
+    link_latency_s = 0.0
+
     def __init__(self, timing: Timing, rank: int) -> None:
         plan = timing.plan
         self.timing = timing
@@ -116,6 +140,8 @@ class TimedWorker(WorkerCarrier):
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
         self.tell = self.seat.tell
+        self.take: Callable[[ParametersArrived], None] = self.tell
+        """What has come from a server, as far as the server is concerned."""
 
     def compute(self, action: Compute) -> None:
         if action.iteration < self.iterations:
@@ -126,12 +152,36 @@ class TimedWorker(WorkerCarrier):
     def send(self, action: Send) -> None:
         server, message, engine = self.timing.servers[action.to.rank], action.message, self.engine
         if isinstance(message, Push):
-            arrival = server.inward.arrival(engine.now, SLICE_BYTES)
+            arrival = server.inward.arrival(engine.now, server.slice_bytes)
             engine.tell(arrival, MESSAGE, server.seat.tell, PushArrived(arrival, message, None))
-        else:
+        elif action.to.role == "scheduler":
+            self.timing.scheduler.receive(message)
+        elif isinstance(message, Pull):
             arrival = server.inward.arrival(engine.now, 0)
             engine.tell(arrival, MESSAGE, server.seat.tell, PullArrived(arrival, message))
 
     def set_timer(self, action: SetTimer) -> None:
         due = self.engine.now + action.after_s
         self.engine.tell(due, TIMER, self.tell, TimerFired(due, action.timer))
+
+
+class LinkedWorker(TimedWorker):
+    """A worker with a connection of its own: what it sends and gets passes that besides the servers'."""
+
+    def __init__(self, timing: Timing, rank: int) -> None:
+        super().__init__(timing, rank)
+        link = timing.plan.cluster.link(rank)
+        assert link is not None
+        self.link_latency_s = link.latency_s
+        self.up = Wire(link.latency_s, link.bandwidth)
+        self.down = Wire(link.latency_s, link.bandwidth)
+        self.take = self.pass_link
+
+    def send(self, action: Send) -> None:
+        nbytes = action.message.handle.nbytes if isinstance(action.message, Push) else 0
+        self.engine.tell(self.up.arrival(self.engine.now, nbytes), MESSAGE, super().send, action)
+
+    def pass_link(self, event: ParametersArrived) -> None:
+        parameters = event.parameters
+        through = self.down.arrival(self.engine.now, self.timing.slice_bytes[parameters.shard])
+        self.engine.tell(through, MESSAGE, self.tell, ParametersArrived(through, parameters))
