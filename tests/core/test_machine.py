@@ -15,12 +15,14 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
+    ReleaseArrived,
     Restored,
+    RiseArrived,
     TimerFired,
     ViewChanged,
 )
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
-from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, View
+from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, Release, Rise, View
 from paceline.core.words import in_words
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
@@ -37,6 +39,8 @@ EVENTS: list[Event] = [
     ParametersArrived(0.0, Parameters(0, 0, 0, 0, 0, False)),
     GradientReady(0.0, 0, 0, (8, 8)),
     TimerFired(0.0, 1),
+    RiseArrived(0.0, Rise(0, 1, 0)),
+    ReleaseArrived(0.0, Release(0, 0, 1)),
 ]
 
 
@@ -64,6 +68,8 @@ class TestDispatch:
             ("on_parameters_arrived", "ParametersArrived"),
             ("on_gradient_ready", "GradientReady"),
             ("on_timer_fired", "TimerFired"),
+            ("on_rise_arrived", "RiseArrived"),
+            ("on_release_arrived", "ReleaseArrived"),
         ]
 
     def test_first_the_event_then_settle_then_check(self) -> None:

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from paceline.core.actions import Action, Answer
-from paceline.core.events import Event, PullArrived, PushArrived, Restored
+from paceline.core.events import Event, PullArrived, PushArrived, ReleaseArrived, Restored, RiseArrived
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
 from paceline.core.policy import CentralPolicy
 from paceline.core.trace import Header, Record, Trace, encode_record, read_records, replay
+from paceline.core.words import in_words
 from paceline.errors import PacelineError
-from paceline.policies import ASP, BSP, SSP, Backup, Waiting, parse
+from paceline.policies import ASP, BSP, SSP, Backup, Scheduled, Waiting, parse
 from paceline.testing import play
 
 
@@ -43,8 +44,20 @@ class TestBytes:
 
     def test_the_run_has_every_kind_of_event_and_action(self, trace: Trace) -> None:
         """So that the round trip above is one of every class."""
-        assert {type(record.event) for record in trace} == set(get_args(Event)) - {Restored}
+        assert {type(record.event) for record in trace} == set(get_args(Event)) - {
+            Restored,
+            RiseArrived,
+            ReleaseArrived,
+        }
         assert {type(action) for record in trace for action in record.actions} == set(get_args(Action))
+
+    def test_a_run_with_a_scheduler_goes_there_and_back_too(self) -> None:
+        trace = play(Scheduled(base="bsp"), workers=3, iterations=6, seed=3, faults=False).trace
+        assert {RiseArrived, ReleaseArrived} <= {type(record.event) for record in trace}
+        assert Trace.from_bytes(trace.to_bytes()).records == trace.records
+        releases = [record for record in trace.story(1) if record.node.role == "scheduler"]
+        assert any(isinstance(record.event, RiseArrived) for record in releases), "released by a rise"
+        assert all(in_words(record.event) for record in trace)
 
     def test_one_json_value_a_line(self, trace: Trace) -> None:
         lines = trace.to_bytes().splitlines()
