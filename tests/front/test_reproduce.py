@@ -16,10 +16,10 @@ from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
 
 SMALL = [
-    BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.29),
+    BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.3),
     BackupStaleness(epochs=1, staleness=(9, 19), rates=(0.05,), seeds=1, workers=4, layers=3),
-    BackupSyncAsync(sizes=((6, 1), (12, 2)), rates=(0.01,), sgd_rates=(0.5,), gradients=300, accuracy=0.3),
-    FluentPSPSSP(workers=8, iterations=20, one_in=(2, 10), seeds=1),
+    BackupSyncAsync(sizes=((6, 1), (12, 2)), rates=(0.01,), sgd_rates=(0.5,), gradients=100, accuracy=0.2),
+    FluentPSPSSP(workers=4, iterations=12, one_in=(2, 10), seeds=1),
     FluentPSLazy(workers=4, iterations=10),
 ]
 
