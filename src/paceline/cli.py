@@ -18,6 +18,7 @@ from paceline.commands.bench_gradients import BenchGradients
 from paceline.commands.bench_simulator import BenchSimulator
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
+from paceline.commands.reproduce import Reproduce
 from paceline.commands.run import Report, Resume, Run
 from paceline.errors import ConfigError, PacelineError
 
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Any] = {
     "run": Run,
     "resume": Resume,
     "report": Report,
+    "reproduce": Reproduce,
     "bench exchange": BenchExchange,
     "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,

@@ -30,10 +30,9 @@ def test_rows_and_claims_have_their_shape(monkeypatch: pytest.MonkeyPatch) -> No
     made = claims(rows, {1.0: 0.01}, 0.0)
     assert len(made) == 5
     for claim in made:
-        assert list(claim) == ["claim", "paper", "ours", "holds", "remark"]
-        assert isinstance(claim["holds"], bool)
-    assert made[-1]["holds"]
-    assert not claims(rows, {1.0: 0.01}, 0.1)[-1]["holds"]
+        assert isinstance(claim.holds, bool)
+    assert made[-1].holds
+    assert not claims(rows, {1.0: 0.01}, 0.1)[-1].holds
 
 
 def test_key_ranges_are_as_unequal_as_the_essay_says() -> None:

@@ -1,1 +1,34 @@
-"""The papers' experiments, done again in virtual time: one file each, an essay on top, rows and claims below."""
+"""The papers' experiments, done again: `paceline reproduce NAME`. One experiment a file, an essay on top.
+
+To add one: a file with a `Reproduction` (base.py), and its class in `CATALOGUE`.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from paceline.errors import ConfigError
+from paceline.reproductions.backup_choice import BackupChoice
+from paceline.reproductions.backup_staleness import BackupStaleness
+from paceline.reproductions.backup_sync_async import BackupSyncAsync
+from paceline.reproductions.base import Claim, Findings, Reproduction
+from paceline.reproductions.fluentps_lazy import FluentPSLazy
+from paceline.reproductions.fluentps_overlap import FluentPSOverlap
+from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+
+CATALOGUE: dict[str, type[Reproduction]] = {
+    reproduction.name: reproduction
+    for reproduction in (BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy)
+}
+
+
+def find(name: str) -> Reproduction:
+    """The reproduction of this name, at its full size."""
+    if name not in CATALOGUE:
+        near = get_close_matches(name, CATALOGUE, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown reproduction {name!r}{hint} (known: {', '.join(CATALOGUE)})")
+    return CATALOGUE[name]()
+
+
+__all__ = ["CATALOGUE", "Claim", "Findings", "Reproduction", "find"]

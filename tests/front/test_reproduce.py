@@ -1,0 +1,108 @@
+"""`paceline reproduce`: the catalogue, one reproduction at a reduced size, what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline import cli, reproductions
+from paceline.reproductions import CATALOGUE, Claim, Findings
+from paceline.reproductions.backup_choice import BackupChoice
+from paceline.reproductions.backup_staleness import BackupStaleness
+from paceline.reproductions.backup_sync_async import BackupSyncAsync
+from paceline.reproductions.base import Reproduction
+from paceline.reproductions.fluentps_lazy import FluentPSLazy
+from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+
+SMALL = [
+    BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.3),
+    BackupStaleness(epochs=1, staleness=(9, 19), rates=(0.05,), seeds=1, workers=4, layers=3),
+    BackupSyncAsync(sizes=((6, 1), (12, 2)), rates=(0.01,), sgd_rates=(0.5,), gradients=100, accuracy=0.2),
+    FluentPSPSSP(workers=4, iterations=12, one_in=(2, 10), seeds=1),
+    FluentPSLazy(workers=4, iterations=10),
+]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_name_has_a_paper_and_a_line(name: str) -> None:
+    reproduction = reproductions.find(name)
+    assert reproduction.name == name
+    assert reproduction.paper.startswith("00")
+    assert reproduction.__doc__ is not None
+    assert reproduction.__doc__.endswith(".")
+    assert reproduction.steps > 0
+
+
+@pytest.mark.parametrize("reproduction", SMALL, ids=lambda each: each.name)
+def test_a_small_one_says_each_step_and_gives_plain_data(reproduction: Reproduction) -> None:
+    said: list[str] = []
+    findings = reproduction.run(0, said.append)
+    assert len(said) == reproduction.steps
+    data = json.loads(json.dumps(findings.data(reproduction.name, 0), allow_nan=False))
+    assert list(data) == ["name", "seed", "rows", "claims"]
+    assert data["rows"]
+    for claim in data["claims"]:
+        assert {"claim", "paper", "ours", "holds"} <= set(claim)
+        assert isinstance(claim["holds"], bool)
+        assert claim["claim"]
+        assert claim["paper"]
+        assert claim["ours"]
+
+
+def test_lazy_beats_the_soft_barrier_where_speeds_differ_for_good_and_the_server_is_slow() -> None:
+    claims = FluentPSLazy(iterations=24).run(0, lambda line: None).claims
+    assert [claim.holds for claim in claims[:3]] == [True, True, False]
+
+
+def test_equal_seeds_give_equal_findings() -> None:
+    small = FluentPSLazy(workers=4, iterations=10)
+    first, again, other = (small.run(seed, lambda line: None).data("x", 0) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_the_command_prints_tables_and_verdicts_and_writes_json(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setitem(CATALOGUE, "fluentps-lazy", lambda: FluentPSLazy(workers=4, iterations=10))
+    path = tmp_path / "out.json"
+    assert cli.run(["reproduce", "fluentps-lazy", "--seed", "2", "--json", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert data["name"] == "fluentps-lazy"
+    assert data["seed"] == 2
+    assert len(data["rows"]) == 12
+    out = capsys.readouterr().out
+    assert "speeds differ for good, slow server, lazy" in out
+    assert "1.21x (ResNet-56)" in out
+    assert out.count("verdict:") == len(data["claims"])
+
+
+def test_the_list_names_them_all(capsys) -> None:
+    assert cli.run(["reproduce", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in CATALOGUE)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("reproduce backup-choise", "unknown reproduction 'backup-choise', did you mean 'backup-choice'?"),
+        ("reproduce", "name what to reproduce (known: backup-choice"),
+        ("reproduce backup-choice --seed -1", "seed=-1 is out of range: 0 or more"),
+        ("reproduce backup-choice --json no/such/folder/x.json", "does not exist or cannot be written"),
+    ],
+)
+def test_wrong_input_gets_one_line(line: str, said: str, capsys) -> None:
+    assert cli.run(line.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_verdicts_say_what_came_out() -> None:
+    assert Claim("a", "b", "c", True).verdict == "the same direction"
+    assert Claim("a", "b", "c", False, "it hangs").verdict == "not reproduced: it hangs"
+
+
+def test_rows_with_the_same_columns_are_one_table() -> None:
+    findings = Findings([{"a": 1, "b": 2}, {"a": 3, "b": 4}, {"c": 5}])
+    assert [len(table) for table in findings.tables()] == [2, 1]
