@@ -12,6 +12,7 @@ import tyro
 from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from paceline.api import check_count
 from paceline.commands.options import Outputs
@@ -45,14 +46,17 @@ class Reproduce:
     def main(self) -> int:
         if self.list:
             for name, kind in CATALOGUE.items():
-                console.print(f"[bold]{name}[/bold]  {kind.__doc__} [dim]({kind.paper})[/dim]", soft_wrap=True)
+                console.print(
+                    Text.assemble((name, "bold"), f"  {kind.__doc__} ", (f"({kind.paper})", "dim")), soft_wrap=True
+                )
             return 0
         if not self.name:
             raise ConfigError(f"name what to reproduce (known: {', '.join(CATALOGUE)}; --list tells about them)")
         reproduction = find(self.name)
         check_count("seed", self.seed, least=0)
         Outputs(json=self.json).check()
-        console.print(f"[bold]{self.name}[/bold]  {reproduction.__doc__} ({reproduction.paper})", soft_wrap=True)
+        about = f"  {reproduction.__doc__} ({reproduction.paper})"
+        console.print(Text.assemble((self.name, "bold"), about), soft_wrap=True)
         with Steps(reproduction) as say:
             findings = reproduction.run(self.seed, say)
         for rows in findings.tables():
@@ -82,7 +86,7 @@ def written(value: object) -> str:
 
 
 def tell(claim: Claim) -> None:
-    console.print(f"[bold]{claim.claim}[/bold]", soft_wrap=True)
+    console.print(Text(claim.claim, style="bold"), soft_wrap=True)
     for label, text in (("paper", claim.paper), ("ours", claim.ours), ("verdict", claim.verdict)):
         console.print(f"    {label + ':':9}{text}", soft_wrap=True, markup=False)
 
