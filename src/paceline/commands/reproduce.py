@@ -71,7 +71,7 @@ class Reproduce:
 
 def table_of(rows: list[Row]) -> Table:
     """Rows with the same columns. Numbers to the right, what is missing as a dash."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
     for name, value in rows[0].items():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
     for row in rows:

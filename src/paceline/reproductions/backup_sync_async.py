@@ -9,9 +9,9 @@ only; 100 + 6 is used elsewhere in the paper) against `asp`. RMSProp with decay 
 gradient from 2 images, so that noise matters as it does in the large; the rate falls to 0 along a line. Both are given
 the same number of gradients, and the same row of learning rates; all of it is shown, and each is judged by its best.
 
-What differs. A small model, and asynchronous runs without the clipping of A.3. The last rows are the same with plain
-SGD and the most machines. There a step of lr/N for each gradient adds up to one step on their mean, so that staleness
-shows only in how large lr may be; RMSProp divides each gradient by its noise, and a mean of many has less of it.
+What differs. A small model, one seed, and asynchronous runs without the clipping of A.3. The last rows are the same
+with plain SGD and the most machines. There a step of lr/N for each gradient adds up to one step on their mean, so that
+staleness shows only in how large lr may be; RMSProp divides each gradient by its noise, and a mean of many has less.
 """
 
 from __future__ import annotations
@@ -110,13 +110,12 @@ class BackupSyncAsync(Reproduction):
 
     def claim_of_sgd(self, rows: list[Row]) -> Claim:
         machines, _ = self.sizes[-1]
-        ratio, told = self.compared(rows, machines)
+        sync, later = (max(row["accuracy"] for row in rows if row["way"] == way) for way in ("sync", "async"))
         return Claim(
-            f"With {machines} machines synchronous training is faster with plain SGD too",
+            f"With {machines} machines synchronous training is more precise with plain SGD too",
             "not examined",
-            told,
-            ratio > 1,
-            "" if ratio > 1 else "with steps of lr/N staleness hardly slows this model down",
+            f"{100 * (sync - later):+.1f} points ({sync:.3f} against {later:.3f}) after as many gradients",
+            sync > later,
         )
 
     def claim_of_precision(self, rows: list[Row]) -> Claim:
