@@ -71,7 +71,7 @@ def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
     for index, argument in enumerate(arguments):
         if argument == "--":
             return arguments[:index], arguments[index + 1 :]
-        if argument.endswith(".py"):
+        if argument.endswith(".py") and arguments[index - 1] != "--policy":
             return arguments[:index], arguments[index:]
     return arguments, []
 

@@ -22,7 +22,7 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     While nobody comes or goes, worker w of N gets every N-th sample of the permutation from the w-th on, so the
     workers' batches together are one pass over the data. A step acknowledges the samples it used. Those of a worker
-    that is killed or leaves, of a gradient that counted nowhere (dropped, skipped, not finite), and those drawn but
+    that is killed or leaves, of a gradient that the policy dropped, and those drawn but
     not used (a loop that was left, `drop_last`) are dealt again, to whoever has nothing else left: each sample of an
     epoch is part of at least one gradient that counts, and of exactly one if all goes well. A loop that is left
     early goes on in the same epoch next time. What nobody asks for any more when the script ends stays undone.

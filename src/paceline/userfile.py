@@ -57,13 +57,13 @@ def run(path: Path, kind: str) -> ModuleType:
     sys.modules[name] = module
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(describe(error, path)) from None
     return module
 
 
-def describe(error: Exception, path: Path) -> str:
+def describe(error: BaseException, path: Path) -> str:
     """An exception from a user's file in one line: where in the file, which, and what it says."""
     if isinstance(error, ConfigError):
         return str(error)

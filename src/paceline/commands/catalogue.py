@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from paceline import __version__
 from paceline.cluster import CATALOGUE as MODELS
@@ -40,7 +41,7 @@ class Policies:
 
     def main(self) -> int:
         for name, policy in CATALOGUE.items():
-            console.print(f"[bold]{name}[/bold]  {policy.__doc__}", soft_wrap=True)
+            console.print(Text.assemble((name, "bold"), f"  {policy.__doc__}"), soft_wrap=True)
             types = typing.get_type_hints(policy)
             for field in text_fields(policy):
                 kind = getattr(types[field.name], "__name__", str(types[field.name]))
@@ -49,9 +50,9 @@ class Policies:
                     f"{kind}, {describe_range(field)}: {field.metadata['doc']}",
                     soft_wrap=True,
                 )
-            console.print(f"    [dim]{policy.paper}[/dim]", soft_wrap=True)
+            console.print(Text(f"    {policy.paper}", style="dim"), soft_wrap=True)
         for text, meaning in COMBINED:
-            console.print(f"[bold]{text}[/bold]  {meaning}", soft_wrap=True)
+            console.print(Text.assemble((text, "bold"), f"  {meaning}"), soft_wrap=True)
         return 0
 
 
@@ -62,7 +63,7 @@ class Scenarios:
     def main(self) -> int:
         base = {field.name for field in text_fields(Cluster)}
         for name, model in MODELS.items():
-            console.print(f"[bold]{name}[/bold]  {model.__doc__}", soft_wrap=True)
+            console.print(Text.assemble((name, "bold"), f"  {model.__doc__}"), soft_wrap=True)
             for field in text_fields(model):
                 if model is Cluster or field.name not in base:
                     console.print(
@@ -72,7 +73,7 @@ class Scenarios:
         console.print("All models have steady's parameters too. Ready-made, with faults and slow links:")
         for name, path in bundled().items():
             about = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-            console.print(f"[bold]{name}[/bold]  {about}", soft_wrap=True)
+            console.print(Text.assemble((name, "bold"), f"  {about}"), soft_wrap=True)
         return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from paceline.commands.screen import console
 from paceline.run import Point, Target
@@ -69,7 +70,7 @@ class LiveTable:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("doing", overflow="ellipsis", no_wrap=True)
         for rank, status in sorted(self.driver.watchman.status.items() if self.driver is not None else ()):
-            doing = f"[yellow]waits: {status.waits}[/yellow]" if status.waits else "computes"
+            doing = Text(f"waits: {status.waits}", style="yellow") if status.waits else Text("computes")
             table.add_row(str(rank), str(status.pushed), f"{self.rate(rank, status.pushed):.1f}",
                           str(status.staleness), doing)  # fmt: skip
         if not table.row_count:

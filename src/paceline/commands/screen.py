@@ -13,7 +13,8 @@ from rich.table import Table
 from paceline.run import Point, Run, Target
 from paceline.tensors.layout import imbalance
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)
+"""Without markup: what scripts, files and policies are called may have brackets in it."""
 
 
 def count(number: int, noun: str) -> str:
@@ -78,6 +79,11 @@ def tell_result(run: Run) -> None:
     console.print(f"{run.policy}: {what}", soft_wrap=True)
 
 
+def short(policy: str) -> str:
+    """Its name alone, for a heading."""
+    return policy.partition(":")[0].rpartition("/")[2]
+
+
 def show_table(runs: list[Run], title: str) -> None:
     """The comparison. Speed-up is over bsp where it is among them, else over the first."""
     base = next((run for run in runs if run.policy == "bsp"), runs[0])
@@ -86,12 +92,12 @@ def show_table(runs: list[Run], title: str) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0))
     headings = ["time\nwaiting", "staleness\nmean / max", "dropped\ngradients", "final\naccuracy"]
     if len(runs) > 1:
-        headings.insert(0, f"speed-up\nover {base.policy}")
+        headings.insert(0, f"speed-up\nover {short(base.policy)}")
     headings.insert(0, f"time to\n{runs[0].target}" if by_target else "time")
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", overflow="fold")
     for heading in headings:
         widest = max(map(len, heading.splitlines()))
-        table.add_column(heading, justify="right", no_wrap=True, min_width=min(widest, 11))
+        table.add_column(heading, justify="right", no_wrap=True, min_width=widest)
     for run in runs:
         metrics, last = run.metrics, run.history[-1] if run.history else None
         accuracy = last.accuracy if last is not None else None

@@ -21,6 +21,8 @@ gradient each of them is still to send, being late through no fault of its own, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
@@ -293,6 +295,10 @@ class Shard(Machine):
         if self.policy.finishes(there, expected, self.workers):
             return True
         return self.overtime and self.policy.finishes_overtime(there, expected, self.workers)
+
+    def held_handles(self) -> Iterator[Handle]:
+        """The gradients that wait for their iteration's mean."""
+        return chain.from_iterable(self.held.values())
 
     def check(self) -> None:
         progress = self.progress

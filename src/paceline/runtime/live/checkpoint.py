@@ -53,6 +53,11 @@ class Manifest(Struct, frozen=True):
     """Of each sampler, by number: the epoch it deals first when the run is resumed."""
 
 
+def others_of(folder: Path) -> Path:
+    """The file of what is not trained."""
+    return folder / read(folder).others
+
+
 def write_shard(folder: Path, shard: int, values: Tensor, learned: State, iteration: int, version: int) -> Shard:
     """Write one shard's file; what the manifest is to say of it. Raises `OSError` when the disk is full."""
     path = folder / f"shard-{shard}.safetensors"

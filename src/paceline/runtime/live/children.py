@@ -76,6 +76,8 @@ def script_starter(script: str, arguments: list[str], workers: int, through_driv
 
 def function_starter(work: Callable[[], object]) -> StartWorker:
     """Workers that call a function, each in a fork of this process: closures and notebooks work, no pickle."""
+    # The first optimizer of a process has torch import half of itself, for seconds. Once here, not in every fork.
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)
 
     def start(rank: int, incarnation: int, folder: Path) -> Child:
         def run() -> int:

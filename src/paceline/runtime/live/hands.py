@@ -17,11 +17,13 @@ used. If anything else draws ahead, the script must say how much a step uses (`p
 much of what was drawn, oldest first: what was drawn ahead would otherwise be acknowledged by a step that has not seen
 it, and lost if its own gradient is.
 
-A step that counted on at least one shard acknowledges what it used; one that counted nowhere (dropped, skipped, not
-finite) returns it. So is what was drawn and not used by the time the script starts to draw anew, when the loop was
-left early. What a loader drops because its last batch is not whole counts as not drawn, and the next iteration begins
-with it: dealt again it would be last again, in a share of few batches, and dropped for ever. Reports wait for the
-next request, or for the end: if the worker is killed before, what they say is dealt again. At least once, never less.
+A step that counted on at least one shard acknowledges what it used; one that the policy dropped everywhere returns
+it. A step that was skipped, or whose gradient was not finite, acknowledges too: the next try would be no better, and
+a run in which a sample makes NaN, or that has diverged, would never end. What was drawn and not used is returned when
+the script starts to draw anew, having left the loop early. What a loader drops because its last batch is not whole
+counts as not drawn, and the next iteration begins with it: dealt again it would be last again, in a share of few
+batches, and dropped for ever. Reports wait for the next request, or for the end: if the worker is killed before, what
+they say is dealt again. At least once, never less.
 
 An iteration of a sampler ends when the deck passes; the next one is then in the next epoch. A loop that is left
 early goes on in the same epoch with what it had not drawn. An iteration is never empty, whatever others took: a loop

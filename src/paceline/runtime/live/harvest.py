@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.trace import Header
@@ -24,7 +24,7 @@ def harvest(driver: Driver, output: Path) -> Run:
     assert lead.layout is not None
     members, folder = driver.members, driver.folder.path
     parameters = lead.layout.named(memory.attach(folder / memory.WHOLE, lead.layout).clone())
-    average = folder / "final-average"
+    average = folder / memory.AVERAGE
     slice_bytes = lead.layout.slice_bytes(members.servers)
     trace = gather(output, Header("live", str(driver.policy), members, driver.plan.seed, slice_bytes))
     return Run(
@@ -42,13 +42,26 @@ def harvest(driver: Driver, output: Path) -> Run:
     )
 
 
-def others(folder: Path, parameters: dict[str, Tensor], aliases: dict[str, str]) -> dict[str, Tensor]:
-    """What the model holds besides its trained parameters; buffers as the mean over the workers that ended well."""
+def keep_buffers(folder: Path) -> None:
+    """Have the checkpoint at the end hold the workers' buffers as they are now."""
+    # Not over the old file: what was read from it may still be mapped.
+    save_file({name: tensor.contiguous() for name, tensor in with_buffers(folder).items()}, folder / "others-now")
+    (folder / "others-now").replace(folder / "others")
+
+
+def with_buffers(folder: Path) -> dict[str, Tensor]:
+    """What is not trained; buffers as the mean over the workers that ended well."""
     held = load_file(folder / "others")
     left = [load_file(path) for path in sorted(folder.glob("buffers-*"))]
     for name in left[0] if left else ():
         values = torch.stack([buffers[name] for buffers in left])
         held[name] = values.mean(0) if values.is_floating_point() else values.amax(0)
+    return held
+
+
+def others(folder: Path, parameters: dict[str, Tensor], aliases: dict[str, str]) -> dict[str, Tensor]:
+    """What the model holds besides its trained parameters."""
+    held = with_buffers(folder)
     for alias, name in aliases.items():
         held[alias] = parameters[name] if name in parameters else held[name]
     return held

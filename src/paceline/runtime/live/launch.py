@@ -6,6 +6,7 @@ once; the next view goes to the shards within a millisecond, and whoever waited 
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
@@ -24,16 +25,17 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError, RunFailed
 from paceline.run import Point, Run, Target
 from paceline.runtime.driver import Authority
-from paceline.runtime.live import memory, wire
+from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.children import Child, StartWorker, start_server
 from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
-from paceline.runtime.live.harvest import harvest
+from paceline.runtime.live.harvest import harvest, keep_buffers
 from paceline.runtime.live.keeping import Keeper, Keeping
 from paceline.runtime.live.scheduling import Scheduling
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.striking import Striker
 from paceline.runtime.live.watching import Care, Watchman
+from paceline.runtime.live.worker import BEGUN
 from paceline.tensors.layout import EPS
 
 TICK_S = 0.2
@@ -99,8 +101,8 @@ class Driver:
         self.epoch_s = time.monotonic()
 
     def run(self) -> Run:
-        handlers = self._catch_signals()
         self.folder = memory.RunFolder()
+        handlers = self._catch_signals()
         try:
             if self.plan.keeping is not None:
                 self.keeper = Keeper(self.plan.keeping, self.members.servers, self._order_checkpoint, self.say)
@@ -156,16 +158,18 @@ class Driver:
         ready = self.waiter.wait(TICK_S)
         while (received := self.listener.receive()) is not None:
             self.hear(wire.decode_to_driver(received[1]))
+        # What is printed first: a process that ends may have another started, whose sentinel takes a free number.
+        for descriptor in ready:
+            if descriptor in self.echo.begun:
+                self.echo.hear(descriptor)
         for descriptor in ready:
             if descriptor in self.children:
                 self.child_ended(self.children.pop(descriptor))
-            elif descriptor in self.echo.begun:
-                self.echo.hear(descriptor)
         self.striker.tick()
         self._start_due()
         self.watchman.tick()
-        if self.keeper is not None and self.begun and not self.asked_to_finish:
-            self.keeper.tick()
+        if (keeper := self._ready_keeper()) is not None:
+            keeper.tick()
         if self.interrupts and not self.begun:
             raise KeyboardInterrupt
         if self.interrupts and not self.stopping:
@@ -175,6 +179,11 @@ class Driver:
             self._consider_beginning()
         if not self.live_workers() and not self.to_start and not self.asked_to_finish:
             self._finish()
+
+    def _ready_keeper(self) -> Keeper | None:
+        """Who keeps checkpoints, if one can be made now: an order to a server that is being restarted would be lost."""
+        all_there = len(self.servers_configured) == self.members.servers
+        return self.keeper if self.begun and not self.asked_to_finish and all_there else None
 
     def live_workers(self) -> list[Child]:
         return [child for child in self.children.values() if child.role == "worker"]
@@ -215,8 +224,8 @@ class Driver:
             case wire.Status():
                 self.watchman.take_status(message)
             case wire.Due():
-                if self.keeper is not None:
-                    self.keeper.begin()
+                if (keeper := self._ready_keeper()) is not None:
+                    keeper.begin()
             case wire.Saved():
                 if self.keeper is not None and self.lead is not None and self.lead.layout is not None:
                     self.keeper.saved(message, str(self.policy), self.lead.layout, self.folder.path / "others")
@@ -237,7 +246,8 @@ class Driver:
             self._server_ended(child, code)
             return
         self._remove(child.rank, child.incarnation)
-        self.watchman.status.pop(child.rank, None)
+        self.watchman.forget(child.rank)
+        memory.remove(self.folder.path, child.rank, child.incarnation)
         if code == 0:
             self.ended_well += 1
             return
@@ -295,7 +305,6 @@ class Driver:
         self.servers_there.discard(child.rank)
         self.servers_configured.discard(child.rank)
         self.server_lives[child.rank] += 1
-        (self.folder.path / f"server-{child.rank}").unlink(missing_ok=True)
         self._adopt(start_server(self.folder.path, child.rank, self.server_lives[child.rank]))
 
     def _server_ready(self, ready: wire.Ready) -> None:
@@ -309,7 +318,7 @@ class Driver:
             view = self.authority.view()
             self._tell_server(ready.shard, wire.NewView(view))
             for rank, incarnation in view.members:
-                self.tell_worker(rank, incarnation, wire.Reopened(ready.shard))
+                self.tell_worker(rank, incarnation, wire.Reopened(ready.shard, self.server_lives[ready.shard]))
 
     def _remove(self, rank: int, incarnation: int) -> bool:
         """Take a worker out of the membership, if it is in. Whether it was."""
@@ -335,7 +344,7 @@ class Driver:
         workers = self.live_workers()
         missing = [str(c) for c in workers if (c.rank, c.incarnation) not in self.described]
         self.watchman.tell_missing(missing)
-        if not workers or missing:
+        if not workers or missing or self.to_start:
             return
         if len(self.servers_there) < self.members.servers:
             return
@@ -343,12 +352,15 @@ class Driver:
             self._configure()
         elif len(self.servers_configured) == self.members.servers:
             self.begun = True
+            (self.folder.path / BEGUN).touch()
+            if self.keeper is not None and self.keeper.keeping.resume and self.keeper.last is not None:
+                shutil.copy(checkpoint.others_of(self.keeper.last), self.folder.path / "others")
             self._announce(self.authority.admit({child.rank: child.incarnation for child in workers}))
             for child in workers:
                 self._welcome(self.described[child.rank, child.incarnation])
 
     def _configure(self) -> None:
-        lead = self.described.get((0, 0))
+        lead = self.described.get((0, self.authority.incarnations.get(0, 0)))
         if lead is None or lead.layout is None or lead.optimizer is None:
             raise self._never_began()
         self.lead = lead
@@ -391,7 +403,11 @@ class Driver:
 
     def _welcome(self, described: wire.Describe) -> None:
         if self._fits(described):
-            begin = wire.Begin(self.authority.view(), str(self.policy), self.epoch_s, self.watchman.hyper)
+            resumed = self.keeper is not None and self.keeper.keeping.resume
+            begin = wire.Begin(
+                self.authority.view(), str(self.policy), self.epoch_s, self.watchman.hyper, tuple(self.server_lives),
+                resumed,
+            )  # fmt: skip
             self.tell_worker(described.rank, described.incarnation, begin)
 
     def _fits(self, described: wire.Describe) -> bool:
@@ -411,7 +427,7 @@ class Driver:
         self.decks.announce(view)
         if self.scheduling is not None:
             self.scheduling.announce(view)
-        for shard in range(self.members.servers):
+        for shard in self.servers_configured:  # the others are told when they are
             self._tell_server(shard, wire.NewView(view))
 
     def _tell_server(self, shard: int, message: wire.ToServer) -> None:
@@ -434,10 +450,11 @@ class Driver:
             self.failures.extend(self.losses)
         if len(self.servers_configured) < self.members.servers:
             return  # a server is being restarted
-        if self.lead.optimizer is not None and self.lead.optimizer.extras.ema is not None:
-            memory.create(self.folder.path / "final-average", self.lead.layout)
+        if self.keeper is not None and self.keeper.under_way is not None:
+            return  # the checkpoint at the end comes after it
         self.asked_to_finish = True
         if self.keeper is not None:
+            keep_buffers(self.folder.path)
             self.keeper.begin()
         for shard in range(self.members.servers):
             self._tell_server(shard, wire.Finish())

@@ -31,6 +31,9 @@ PREFIX = "paceline-"
 MAKING = ".paceline-"
 WHOLE = "whole"
 """The segment with the whole model: worker 0's values at the beginning, the servers' at the end."""
+AVERAGE = "average"
+"""The segment for the servers' moving average of the model, if they keep one. It is made at the beginning too, so
+that what is enough memory then is enough at the end."""
 
 
 def base_folder() -> Path:
@@ -113,6 +116,12 @@ def create(path: Path, layout: Layout) -> Tensor:
         ) from None
     finally:
         os.close(descriptor)
+
+
+def remove(folder: Path, rank: int, incarnation: int) -> None:
+    """Give back the segments of a worker that has ended: the servers that still use them have them mapped."""
+    segment_path(folder, rank, incarnation).unlink(missing_ok=True)
+    staging_path(folder, rank, incarnation).unlink(missing_ok=True)
 
 
 def attach(path: Path, layout: Layout) -> Tensor:

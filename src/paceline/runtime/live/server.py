@@ -7,6 +7,7 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.sockets import Link, Listener, Waiter
+from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors import state
 from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
@@ -52,6 +53,10 @@ class Segment:
         self.holds = -1
         """The version of the parameters that it holds; -1 while it holds a gradient."""
 
+    def norm(self) -> float:
+        """Of the gradient."""
+        return math.sqrt(sum(float(piece.norm()) ** 2 for piece in self.gradient))
+
 
 class LiveServer(ServerCarrier):
     """Carries out the actions of one shard's machine."""
@@ -61,7 +66,7 @@ class LiveServer(ServerCarrier):
         self.shard = shard
         self.life = life
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
-        self.listener = Listener(folder / f"server-{shard}")
+        self.listener = Listener(server_path(folder, shard, life))
         self.driver = Link(folder / "driver", b"server:%d" % shard)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
@@ -74,8 +79,11 @@ class LiveServer(ServerCarrier):
         """Why each parked worker waits."""
         self.staleness: dict[int, int] = {}
         self.told_status_s = 0.0
+        self.said_hyper: dict[tuple[int, int], tuple[Hyper, ...]] = {}
+        """What each worker's schedulers have changed the hyper-parameters to, and `hyper` the one in force."""
         self.hyper: tuple[Hyper, ...] | None = None
-        """What a scheduler has changed the hyper-parameters to."""
+        self.kept: dict[Handle, tuple[list[Tensor], frozenset[int]]] = {}
+        """Gradients that are not used yet although their worker goes on: copies, with the tensors that have none."""
         self.checkpoint_every: int | None = None
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
@@ -97,6 +105,7 @@ class LiveServer(ServerCarrier):
                 self.obey(wire.decode_to_server(order))
             while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
+            self.let_go()
             self.tell_status()
         self.trace.close()
         self.driver.close()
@@ -116,11 +125,12 @@ class LiveServer(ServerCarrier):
             case wire.Configure():
                 self.configure(order)
             case wire.NewView():
-                if not self.alive:
-                    # Only now: what workers said before, to an earlier life of this server, waits until we know them.
+                if self.listener.waiter is None:
+                    # Only now: what workers said before, to a server that was not restored yet, waits until we are.
                     self.waiter.watch(self.listener)
                 self.alive = set(order.view.members)
                 self.seat.tell(ViewChanged(self.now(), order.view))
+                self.adopt_hyper()
             case wire.Checkpoint():
                 self.save(Path(order.folder))
             case wire.Finish():
@@ -173,22 +183,22 @@ class LiveServer(ServerCarrier):
         self.driver.send(wire.encode(wire.Saved(str(folder), self.shard, entry, error)))
 
     def tell_status(self) -> None:
-        """Shard 0 tells the driver, twice a second, how the workers look from here."""
+        """Tell the driver, twice a second, how the workers look from here; of the other shards, when somebody waits."""
         now = time.monotonic()
-        if self.shard == 0 and self.alive and now - self.told_status_s >= STATUS_S:
+        if self.alive and (self.shard == 0 or self.waits) and now - self.told_status_s >= STATUS_S:
             self.told_status_s = now
             status = {
                 worker: wire.WorkerStatus(pushed, self.waits.get(worker, ""), self.staleness.get(worker, 0))
                 for worker, pushed in self.machine.progress.next.items()
             }
-            self.driver.send(wire.encode(wire.Status(status, self.hyper)))
+            self.driver.send(wire.encode(wire.Status(self.shard, status, self.hyper)))
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
         final = memory.attach(self.folder / memory.WHOLE, self.layout)
         final[self.part] = self.optimizer.values
         if self.optimizer.average is not None:
-            memory.attach(self.folder / "final-average", self.layout)[self.part] = self.optimizer.average
+            memory.attach(self.folder / memory.AVERAGE, self.layout)[self.part] = self.optimizer.average
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True
 
@@ -200,8 +210,12 @@ class LiveServer(ServerCarrier):
             print(f"server {self.shard}: refused a malformed message of {peer!r}: {error}", file=sys.stderr)
             return
         if isinstance(request, wire.Fetch):
-            save_file(self.optimizer.state(), self.folder / Path(request.file).name)
-            self.listener.send(peer, wire.encode(wire.Fetched(request.file)))
+            failed = ""
+            try:
+                save_file(self.optimizer.state(), self.folder / Path(request.file).name)
+            except (OSError, SafetensorError) as problem:
+                failed = str(problem)
+            self.listener.send(peer, wire.encode(wire.Fetched(request.file, failed)))
             return
         for part in request.messages:
             if peer != b"%d:%d" % sender_of(part):
@@ -217,11 +231,14 @@ class LiveServer(ServerCarrier):
 
     def take_push(self, push: Push, exchange: wire.Exchange) -> None:
         handle = push.handle
-        if exchange.hyper is not None and handle.source == min(rank for rank, _ in self.alive):
-            # One voice: the schedulers of workers that joined late, or run ahead, stand elsewhere.
-            self.optimizer.set_hyper(exchange.hyper)
-            self.hyper = exchange.hyper
-        segment = self.segment(handle.source, handle.incarnation)
+        if exchange.hyper is not None:
+            self.said_hyper[handle.source, handle.incarnation] = exchange.hyper
+            self.adopt_hyper()
+        try:
+            segment = self.segment(handle.source, handle.incarnation)
+        except FileNotFoundError:
+            self.seat.tell(PushRejected(self.now(), push, "the worker is gone, and its memory"))
+            return
         segment.absent = frozenset(exchange.absent)
         if segment.gradient is segment.pieces:
             segment.holds = -1
@@ -231,8 +248,15 @@ class LiveServer(ServerCarrier):
             significance = None
             if self.machine.gate.wants_significance:
                 weights = max(float(self.optimizer.values.norm()), SMALLEST)
-                significance = float(segment.values.norm()) / weights
+                significance = segment.norm() / weights
             self.seat.tell(PushArrived(self.now(), push, significance))
+
+    def adopt_hyper(self) -> None:
+        """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
+        said = self.said_hyper.get(min(self.alive, default=(0, 0)))
+        if said is not None and said != self.hyper:
+            self.optimizer.set_hyper(said)
+            self.hyper = said
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
@@ -244,31 +268,51 @@ class LiveServer(ServerCarrier):
         return segment
 
     def apply(self, action: Apply) -> None:
-        segments = [self.segments[handle.source, handle.incarnation] for handle in action.handles]
-        gradients, absent = [segment.gradient for segment in segments], [segment.absent for segment in segments]
-        # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
-        self.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in segments])
-        for handle, segment in zip(action.handles, segments, strict=True):
-            segment.holds = action.version
+        gradients: list[list[Tensor]] = []
+        absent: list[frozenset[int]] = []
+        used: list[Segment] = []
+        for handle in action.handles:
+            kept = self.kept.pop(handle, None)
+            if kept is not None:
+                gradients.append(kept[0])
+                absent.append(kept[1])
+            else:
+                used.append(self.segments[handle.source, handle.incarnation])
+                gradients.append(used[-1].gradient)
+                absent.append(used[-1].absent)
             self.staleness[handle.source] = action.version - 1 - handle.version
-        self.let_go(action.handles)
+        # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
+        self.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
+        for segment in used:
+            segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
             self.driver.send(wire.encode(wire.Due()))
 
     def drop(self, action: Drop) -> None:
-        self.let_go((action.handle,))
+        self.kept.pop(action.handle, None)
 
-    def let_go(self, handles: tuple[Handle, ...]) -> None:
+    def let_go(self) -> None:
         """Unmap the segments of workers that are gone, once their last gradient is used."""
-        for handle in handles:
-            sender = (handle.source, handle.incarnation)
-            if sender not in self.alive:
-                self.segments.pop(sender, None)
+        if len(self.segments) > len(self.alive):
+            held = {(handle.source, handle.incarnation) for handle in self.machine.held_handles()}
+            for sender in self.segments.keys() - self.alive - held:
+                del self.segments[sender]
+
+    def keep_held(self, segment: Segment, worker: int, incarnation: int) -> None:
+        """A policy lets a worker go on whose gradient waits for its iteration's mean: keep a copy of it."""
+        for handle in self.machine.held_handles():
+            if (handle.source, handle.incarnation) == (worker, incarnation) and handle not in self.kept:
+                self.kept[handle] = ([piece.clone() for piece in segment.gradient], segment.absent)
 
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
         self.waits.pop(parameters.worker, None)
-        segment = self.segment(parameters.worker, parameters.incarnation)
+        try:
+            segment = self.segment(parameters.worker, parameters.incarnation)
+        except FileNotFoundError:
+            return  # it is gone, and a view will say so
+        if self.machine.held:
+            self.keep_held(segment, parameters.worker, parameters.incarnation)
         if segment.holds != parameters.version:
             segment.values.copy_(self.optimizer.values)
             segment.holds = parameters.version

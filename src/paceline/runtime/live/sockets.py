@@ -1,6 +1,6 @@
 """Unix sockets, and the only file that knows them: listeners, links, and waiting for them and for processes.
 
-Within one host this is the whole control channel. A round trip over a Unix socket costs a quarter of one through
+Within one host this is the whole control channel. A round trip over a Unix socket costs about a third of one through
 ZeroMQ's `ipc://`, which wakes a thread of its own at each end (docs/decisions/0010). A message is four bytes of
 length and then itself. The first one on a connection is the caller's name; the folder the sockets lie in belongs to
 the user alone, so a name is believed.
@@ -249,6 +249,11 @@ class Waiter:
 
     def close(self) -> None:
         self.epoll.close()
+
+
+def server_path(folder: Path, shard: int, life: int) -> Path:
+    """Where a server listens: each life of it somewhere else, so that nobody speaks to one and means another."""
+    return folder / f"server-{shard}.{life}"
 
 
 def timeval(seconds: float) -> bytes:

@@ -54,6 +54,9 @@ class Watchman:
 
     def take_status(self, status: wire.Status) -> None:
         now = time.monotonic()
+        if status.shard:
+            self.moved_s.update((rank, now) for rank, seen in status.workers.items() if seen.waits)
+            return
         scheduling = self.driver.scheduling
         held = scheduling.waits if scheduling is not None else {}
         workers = {
@@ -66,6 +69,11 @@ class Watchman:
         self.status = workers
         if status.hyper is not None:
             self.hyper = status.hyper
+
+    def forget(self, rank: int) -> None:
+        """Its process has ended; another may come."""
+        self.status.pop(rank, None)
+        self.moved_s.pop(rank, None)
 
     def check_progress(self) -> None:
         """Give up workers that are alive but stuck."""

@@ -1,11 +1,11 @@
 """What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
 
-worker -> driver     Describe (the model, from worker 0), Play, Log, Leave; Ask, for the scheduler
-driver -> worker     Begin, Dealt, Refuse, Stop; Let, from the scheduler
-driver -> server     Configure, NewView, Finish
-server -> driver     Ready, Rejected, Finished; Report, for the scheduler
-worker -> server     Exchange: push and pull of one iteration in one message
-server -> worker     the core's Parameters
+worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Leave; Ask, for the scheduler
+driver -> worker     Begin, Dealt, Reopened, Refuse, Stop; Let, from the scheduler
+driver -> server     Configure, NewView, Checkpoint, Finish
+server -> driver     Ready, Status, Due, Saved, Finished; Report, for the scheduler
+worker -> server     Exchange: push and pull of one iteration in one message; Fetch
+server -> worker     the core's Parameters; Fetched
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ class Begin(Struct, frozen=True, tag=True):
     epoch_s: float
     hyper: tuple[Hyper, ...] | None
     """The hyper-parameters of the run by now, for a worker that joins."""
+    lives: tuple[int, ...]
+    """How often each server was restarted."""
+    resumed: bool
+    """What is not trained comes from the checkpoint, for worker 0 too."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -102,9 +106,10 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Reopened(Struct, frozen=True, tag=True):
-    """A server was restarted: whoever waits for its answer is to say again what it said."""
+    """A server was restarted: whoever waits for its answer is to say again what it said, to its new life."""
 
     shard: int
+    life: int
 
 
 class Configure(Struct, frozen=True, tag=True):
@@ -144,6 +149,7 @@ class WorkerStatus(Struct, frozen=True, array_like=True):
 
 
 class Status(Struct, frozen=True, tag=True):
+    shard: int
     workers: dict[int, WorkerStatus]
     hyper: tuple[Hyper, ...] | None
     """What schedulers have changed the hyper-parameters to."""
@@ -214,6 +220,7 @@ class Fetch(Struct, frozen=True, tag=True):
 
 class Fetched(Struct, frozen=True, array_like=True, tag=True):
     file: str
+    error: str
 
 
 ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask | Report

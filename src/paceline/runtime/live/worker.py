@@ -34,12 +34,16 @@ from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.segments import Segments
-from paceline.runtime.live.sockets import Link, Waiter
+from paceline.runtime.live.sockets import Link, Waiter, server_path
 from paceline.tensors import state
 from paceline.tensors.layout import Layout, flatten
 from paceline.tensors.optimizers import THERE, Hyper, State
 
 IDLE_S = 0.2
+PATIENCE_S = 5.0
+"""How long a worker that was told to stop waits for the answer to its last push."""
+BEGUN = "begun"
+"""A file that is there once the run has begun: then worker 0, should it come again, is a joiner like any other."""
 HEAR_S = 0.05
 """How long a worker may take to hear the driver: asking costs as much as a small exchange's arithmetic."""
 
@@ -64,6 +68,9 @@ class LiveWorker(WorkerCarrier):
         """When the worker is to pull, if it rests before: naive waiting."""
         self.epoch_s = time.monotonic()
         self.stopping = False
+        self.told_to_stop_s = 0.0
+        self.refused = False
+        """The last push came without a gradient that could be used."""
         self.heard_s = 0.0
         self.fetched: set[str] = set()
         self.hands = Hands(self)
@@ -107,9 +114,17 @@ class LiveWorker(WorkerCarrier):
         self.segments = Segments(self.folder, self.rank, self.incarnation, layout, tensors, overlap)
         self.transfer = self.segments.transfer
         self.slice_bytes = layout.slice_bytes(self.config.members.servers)
-        lead = self.rank == 0 and self.incarnation == 0
+        lead = self.rank == 0 and not (self.folder / BEGUN).exists()
         if lead:
+            for file in (
+                memory.WHOLE,
+                memory.AVERAGE,
+                "initial-state",
+            ):  # of a worker 0 that failed before the run began
+                (self.folder / file).unlink(missing_ok=True)
             flatten(tensors, layout.views(memory.create(self.folder / memory.WHOLE, layout)))
+            if optimizer.extras.ema is not None:
+                memory.create(self.folder / memory.AVERAGE, layout)
             if model.state[THERE].any():
                 save_file(model.state, self.folder / "initial-state")
             save_file(contiguous(model.others), self.folder / "others")
@@ -129,13 +144,13 @@ class LiveWorker(WorkerCarrier):
         )
         begin = self.await_begin()
         self.hands.open()
-        if not lead:
+        if not lead or begin.resumed:
             self.take_others()
         self.epoch_s = begin.epoch_s
         members = self.config.members
-        for shard in range(members.servers):
-            link = Link(self.folder / f"server-{shard}", self.name)
-            self.servers.append(link)
+        self.servers = [
+            Link(server_path(self.folder, shard, life), self.name) for shard, life in enumerate(begin.lives)
+        ]
         machine = policies.parse(begin.policy).machine("worker", self.rank, members, self.config.seed)
         assert isinstance(machine, Worker)
         self.machine = machine
@@ -156,6 +171,12 @@ class LiveWorker(WorkerCarrier):
     def take_others(self) -> None:
         """What is not trained (frozen parameters, buffers) starts as worker 0 has it."""
         theirs = load_file(self.folder / "others")
+        strange = theirs.keys() ^ self.model.others.keys()
+        if strange:
+            raise PacelineError(
+                f"{min(strange)}, which is not trained, is not there on every worker or in the checkpoint: "
+                "build the same model everywhere"
+            )
         with torch.no_grad():
             for name, tensor in self.model.others.items():
                 tensor.copy_(theirs[name])
@@ -216,6 +237,7 @@ class LiveWorker(WorkerCarrier):
         self.ordered = None
         changed = hyper if hyper != self.sent_hyper else None
         self.sent_hyper = hyper
+        self.refused = bool(refusal)
         self.transfer.settle()
         self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.slice_bytes))
         self.flush(absent, changed, refusal)
@@ -234,6 +256,7 @@ class LiveWorker(WorkerCarrier):
             if self.machine.pausing:  # the scheduler decides
                 self.await_driver()
                 self.flush()
+                self.give_up_waiting()
                 continue
             server = self.servers[min(self.machine.waiting)]
             message = server.wait_for(IDLE_S)
@@ -245,13 +268,21 @@ class LiveWorker(WorkerCarrier):
                     self.waiter.wait(IDLE_S)  # the driver says when it is back
                 self.hear_driver()
                 self.trace.flush()
+                self.give_up_waiting()
         if not self.segments.in_place:
             self.transfer.load()
             self.changes = [tensor._version for tensor in self.model.tensors]
         if time.monotonic() - self.heard_s > HEAR_S:
             self.hear_driver()
-        self.hands.settle(counted=not all(self.machine.dropped))
+        # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
+        self.hands.settle(counted=self.refused or not all(self.machine.dropped))
+        self.pushed = ()
         if self.stopping:
+            raise Stopped
+
+    def give_up_waiting(self) -> None:
+        """A run that is to end does not wait long for an answer."""
+        if self.stopping and time.monotonic() - self.told_to_stop_s > PATIENCE_S:
             raise Stopped
 
     def rest(self, due: float, timer: int) -> None:
@@ -270,6 +301,8 @@ class LiveWorker(WorkerCarrier):
 
     def hear_shard(self, message: wire.Fetched | Parameters) -> None:
         if isinstance(message, wire.Fetched):
+            if message.error:
+                raise PacelineError(f"a server could not hand over its optimizer's state: {message.error}")
             self.fetched.add(message.file)
         else:
             self.seat.tell(ParametersArrived(self.now(), message))
@@ -306,9 +339,14 @@ class LiveWorker(WorkerCarrier):
         match message:
             case wire.Stop():
                 self.stopping = True
-            case wire.Reopened(shard):
-                self.servers[shard].reopen()
-                self.say_again(shard)
+                self.told_to_stop_s = time.monotonic()
+            case wire.Reopened(shard, life):
+                self.sent_hyper = None
+                link, path = self.servers[shard], server_path(self.folder, shard, life)
+                if link.gone or link.path != path:
+                    link.path = path
+                    link.reopen()
+                    self.say_again(shard)
             case wire.Let(release):
                 self.seat.tell(ReleaseArrived(self.now(), release))
             case wire.Dealt():
