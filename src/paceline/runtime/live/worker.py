@@ -256,6 +256,7 @@ class LiveWorker(WorkerCarrier):
             if self.machine.pausing:  # the scheduler decides
                 self.await_driver()
                 self.flush()
+                self.give_up_waiting()
                 continue
             server = self.servers[min(self.machine.waiting)]
             message = server.wait_for(IDLE_S)
