@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paceline import cli
+from paceline.commands.live_table import LiveTable
 
 BAD = [
     ("compare sps", "unknown policy 'sps', did you mean 'ssp'?"),
@@ -115,3 +116,10 @@ def test_help_teaches(command: str, capsys) -> None:
 )
 def test_what_stands_after_the_script_is_the_scripts(arguments, own, script) -> None:
     assert cli.split_script(arguments) == (own, script)
+
+
+def test_brackets_in_what_a_worker_prints_are_only_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are markup to rich: a closing one without an opening one would end the run."""
+    with LiveTable("asp", None) as table:
+        table.say("saved to [/tmp/model] :smile: [info]")
+    assert capsys.readouterr().out == "saved to [/tmp/model] :smile: [info]\n"
