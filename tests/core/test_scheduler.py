@@ -202,9 +202,9 @@ def test_a_broken_machine_is_caught(substitute: Substitute, base: str, rule: str
 
     def make(role: Role, rank: int, members: Members, seed: int) -> Machine:
         if role == "scheduler" and issubclass(substitute, Scheduler):
-            return substitute(policy.base_policy(), members)
+            return substitute(policy.base_policy, members)
         if role == "server" and issubclass(substitute, ReportingShard):
-            return substitute(policy.base_policy(), rank, members, seed)
+            return substitute(policy.base_policy, rank, members, seed)
         if role == "worker" and issubclass(substitute, ScheduledWorker):
             return substitute(rank, members)
         return policy.machine(role, rank, members, seed)

@@ -84,7 +84,7 @@ class TestEverywhere:
         assert str(parse(f"bsp@0,{own}@5")) == f"bsp@0,{own}@5"
         waiting = parse("waiting:delay_s=1,base=./sprints.py:Sprints(length=2)")
         assert isinstance(waiting, Waiting)
-        assert waiting.base_policy() == own
+        assert waiting.base_policy == own
         assert parse(str(waiting)) == waiting
 
     def test_under_paceline_run(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,14 +23,14 @@ from typing import ClassVar
 from paceline.core.gate import Gate
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Role
-from paceline.core.policy import CentralPolicy
 from paceline.core.scheduler import ReportingShard, ScheduledWorker, Scheduler
 from paceline.core.spec import parameter
 from paceline.errors import ConfigError
+from paceline.policies.around import Around
 
 
 @dataclass(frozen=True)
-class Scheduled(CentralPolicy):
+class Scheduled(Around):
     """One scheduler decides for all shards, so pushes and pulls do not overlap; the conditions are those of `base`."""
 
     name: ClassVar[str] = "scheduled"
@@ -41,37 +41,19 @@ class Scheduled(CentralPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base = self.base_policy()
-        alone = type(base).machine is CentralPolicy.machine and base.in_force(0, 0) is base
-        gate = type(base.gate(0, Members(1, 1), 0))
-        if not alone or (gate.may_pull, gate.freed_at) != (Gate.may_pull, Gate.freed_at):
+        gate = type(self.base_policy.gate(0, Members(1, 1), 0))
+        if not self.stands_alone() or (gate.may_pull, gate.freed_at) != (Gate.may_pull, Gate.freed_at):
             raise ConfigError(
                 f"scheduled:base={self.base} cannot be decided by a scheduler: "
                 "name one policy whose pull condition has no memory (bsp, asp, ssp, backup, deadline)"
             )
-        name = base.origin or base.name
-        arguments = str(base).removeprefix(name).removeprefix(":")
-        object.__setattr__(self, "base", f"{name}({arguments})" if arguments else name)
-
-    def base_policy(self) -> CentralPolicy:
-        from paceline.policies import central, parse
-
-        return central(parse(self.base))
-
-    def in_force(self, rank: int, V: int) -> CentralPolicy:
-        return self.base_policy()
-
-    def gate(self, rank: int, members: Members, seed: int) -> Gate:
-        return self.base_policy().gate(rank, members, seed)
-
-    def validate(self, members: Members) -> None:
-        self.base_policy().validate(members)
+        self.write_base()
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
         if role == "worker":
             return ScheduledWorker(rank, members)
         if role == "server":
-            return ReportingShard(self.base_policy(), rank, members, seed)
+            return ReportingShard(self.base_policy, rank, members, seed)
         if role == "scheduler":
-            return Scheduler(self.base_policy(), members)
+            return Scheduler(self.base_policy, members)
         raise ConfigError(f"{self} has no machine for the role {role!r}")

@@ -15,17 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.gate import Gate
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Role
-from paceline.core.policy import CentralPolicy
 from paceline.core.spec import parameter
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
+from paceline.policies.around import Around
 
 
 @dataclass(frozen=True)
-class Waiting(CentralPolicy):
+class Waiting(Around):
     """A worker rests for a constant time between its push and its pull; the rest is up to `base`."""
 
     name: ClassVar[str] = "waiting"
@@ -36,32 +35,13 @@ class Waiting(CentralPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base = self.base_policy()
-        if type(base).machine is not CentralPolicy.machine or base.in_force(0, 0) is not base:
+        if not self.stands_alone():
             raise ConfigError(
                 f"waiting:base={self.base} cannot be waited on top of: name one policy that is not waiting"
             )
-        name = base.origin or base.name
-        arguments = str(base).removeprefix(name).removeprefix(":")
-        object.__setattr__(self, "base", f"{name}({arguments})" if arguments else name)
-
-    def base_policy(self) -> CentralPolicy:
-        from paceline.policies import parse
-
-        base = parse(self.base)
-        assert isinstance(base, CentralPolicy)
-        return base
-
-    def in_force(self, rank: int, V: int) -> CentralPolicy:
-        return self.base_policy()
-
-    def gate(self, rank: int, members: Members, seed: int) -> Gate:
-        return self.base_policy().gate(rank, members, seed)
-
-    def validate(self, members: Members) -> None:
-        self.base_policy().validate(members)
+        self.write_base()
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
         if role == "worker":
             return Worker(rank, members, rest_s=self.delay_s)
-        return self.base_policy().machine(role, rank, members, seed)
+        return self.base_policy.machine(role, rank, members, seed)
