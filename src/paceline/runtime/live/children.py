@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -105,6 +106,8 @@ def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Ch
                 signal.signal(number, signal.SIG_DFL)
             # The threads of the parent's pools do not exist here: torch must not wait for them.
             torch.set_num_threads(1)
+            # What was here before the fork stays: looking through it again and again would copy its pages.
+            gc.freeze()
             code = run()
         except BaseException:
             print(f"{role} {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
