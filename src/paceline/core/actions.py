@@ -1,15 +1,15 @@
 """Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
 
 `Apply`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
-`Compute` ends in exactly one `GradientReady`, `SetTimer` in one `TimerFired` while its machine lives. Each
-handle that arrives is consumed exactly once, by `Apply` or `Drop`.
+`Compute` ends in exactly one `GradientReady` or, if `AbortCompute` came in time, `ComputeAborted`; `SetTimer` in one
+`TimerFired` while its machine lives. Each handle that arrives is consumed exactly once, by `Apply` or `Drop`.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Handle, Node, Parameters, Pull, Push, Release, Rise
+from paceline.core.messages import Handle, Node, Notify, Parameters, Plan, Pull, Push, Release, Resync, Rise
 
 
 class Compute(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -23,7 +23,7 @@ class Send(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Any machine: send `message` to the node `to`. Messages to one node arrive in the order they were sent."""
 
     to: Node
-    message: Push | Pull | Rise | Release
+    message: Push | Pull | Rise | Release | Notify | Resync | Plan
 
 
 class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -68,4 +68,11 @@ class SetTimer(Struct, frozen=True, array_like=True, tag=True, gc=False):
     after_s: float
 
 
-Action = Compute | Send | Apply | Drop | Answer | Park | SetTimer
+class AbortCompute(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Worker: give up the computation ordered by `Compute(iteration, attempt)`. One that is done beats this."""
+
+    iteration: int
+    attempt: int
+
+
+Action = Compute | Send | Apply | Drop | Answer | Park | SetTimer | AbortCompute

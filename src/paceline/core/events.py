@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Parameters, Pull, Push, Release, Rise, View
+from paceline.core.messages import Notify, Parameters, Plan, Pull, Push, Release, Resync, Rise, View
 
 
 class ViewChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -85,6 +85,35 @@ class ReleaseArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     release: Release
 
 
+class NotifyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A worker told the scheduler where it is."""
+
+    at: float
+    notify: Notify
+
+
+class ResyncArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The scheduler asks this worker to begin an iteration again."""
+
+    at: float
+    resync: Resync
+
+
+class PlanArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The scheduler told this shard where the workers are to stop."""
+
+    at: float
+    plan: Plan
+
+
+class ComputeAborted(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The computation ordered by `Compute(iteration, attempt)` was given up: there is no gradient of it."""
+
+    at: float
+    iteration: int
+    attempt: int
+
+
 Event = (
     ViewChanged
     | Restored
@@ -96,4 +125,8 @@ Event = (
     | TimerFired
     | RiseArrived
     | ReleaseArrived
+    | NotifyArrived
+    | ResyncArrived
+    | PlanArrived
+    | ComputeAborted
 )

@@ -18,14 +18,18 @@ from typing import Any, ClassVar
 
 from paceline.core.actions import Action
 from paceline.core.events import (
+    ComputeAborted,
     Event,
     GradientReady,
+    NotifyArrived,
     ParametersArrived,
+    PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
     Restored,
+    ResyncArrived,
     RiseArrived,
     TimerFired,
     ViewChanged,
@@ -54,6 +58,10 @@ class Machine:
         TimerFired: "on_timer_fired",
         RiseArrived: "on_rise_arrived",
         ReleaseArrived: "on_release_arrived",
+        NotifyArrived: "on_notify_arrived",
+        ResyncArrived: "on_resync_arrived",
+        PlanArrived: "on_plan_arrived",
+        ComputeAborted: "on_compute_aborted",
     }
 
     def __init__(self) -> None:

@@ -102,4 +102,34 @@ class Release(Struct, frozen=True, array_like=True, tag=True, gc=False):
     iteration: int
 
 
-Message = Push | Pull | Parameters | Rise | Release
+class Notify(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A worker tells the scheduler that it is about to compute, or is to ask for, `iteration`."""
+
+    worker: int
+    incarnation: int
+    iteration: int
+
+
+class Resync(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The scheduler tells a worker to give up computing `iteration` and begin it again on newer parameters."""
+
+    worker: int
+    incarnation: int
+    iteration: int
+
+
+class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The scheduler tells the shards where each worker is to stop next: (worker, incarnation, iteration), by rank.
+
+    A plan is complete; only one with a larger `number` than the last counts.
+    """
+
+    number: int
+    stops: tuple[tuple[int, int, int], ...]
+
+
+ToScheduler = Pull | Rise | Notify
+"""What workers and shards tell the scheduler."""
+FromScheduler = Release | Resync
+"""What the scheduler tells a worker."""
+Message = Push | Pull | Parameters | Rise | Release | Notify | Resync | Plan

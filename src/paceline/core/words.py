@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import (
+    ComputeAborted,
     Event,
     GradientReady,
+    NotifyArrived,
     ParametersArrived,
+    PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
     Restored,
+    ResyncArrived,
     RiseArrived,
     TimerFired,
     ViewChanged,
 )
-from paceline.core.messages import Handle, Message, Parameters, Pull, Push, Release, Rise
+from paceline.core.messages import Handle, Message, Notify, Parameters, Plan, Pull, Push, Release, Resync, Rise
 
 Process = tuple[int, int]
 """One life of a worker: its rank and its incarnation."""
@@ -28,7 +32,7 @@ def author(handle: Handle) -> Process:
     return handle.source, handle.incarnation
 
 
-def asker(message: Pull | Parameters | Release) -> Process:
+def asker(message: Pull | Parameters | Release | Notify | Resync) -> Process:
     return message.worker, message.incarnation
 
 
@@ -61,6 +65,14 @@ def in_words(thing: Event | Action | Message) -> str:
             return in_words(rise)
         case ReleaseArrived(release=release):
             return in_words(release)
+        case NotifyArrived(notify=notify):
+            return in_words(notify)
+        case ResyncArrived(resync=resync):
+            return in_words(resync)
+        case PlanArrived(plan=plan):
+            return in_words(plan)
+        case ComputeAborted(iteration=iteration, attempt=attempt):
+            return f"attempt {attempt} at iteration {iteration} aborted"
         case Push(handle):
             return f"push of iteration {handle.iteration} by worker {name(author(handle))}"
         case Pull(iteration=iteration):
@@ -72,6 +84,15 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"rise of shard {shard} to V={V}"
         case Release(iteration=iteration):
             return f"release of worker {name(asker(thing))} to pull iteration {iteration}"
+        case Notify(iteration=iteration):
+            return f"notice of worker {name(asker(thing))} at iteration {iteration}"
+        case Resync(iteration=iteration):
+            return f"re-sync of worker {name(asker(thing))} in iteration {iteration}"
+        case Plan(number, stops):
+            where = ", ".join(f"{name((worker, life))} at {stop}" for worker, life, stop in stops)
+            return f"plan {number}: workers stop, {where}"
+        case AbortCompute(iteration, attempt):
+            return f"abort attempt {attempt} at iteration {iteration}"
         case Compute(iteration):
             return f"compute iteration {iteration}"
         case Send(to, message):

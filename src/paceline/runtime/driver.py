@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import Event
 from paceline.core.machine import Machine
 from paceline.core.messages import Node, View
@@ -27,6 +27,7 @@ ORDERS: dict[type, str] = {
     Drop: "drop",
     Park: "park",
     SetTimer: "set_timer",
+    AbortCompute: "abort_compute",
 }
 """The method of a carrier that carries an action out."""
 
@@ -52,9 +53,14 @@ class Carrier(Protocol):
 
     def set_timer(self, action: SetTimer) -> None: ...
 
+    def abort_compute(self, action: AbortCompute) -> None: ...
+
 
 class WorkerCarrier:
     """Base of those that carry out a worker's actions: what a worker's machine never orders."""
+
+    def abort_compute(self, action: AbortCompute) -> None:
+        raise NoSuchAction(f"this worker cannot {action}: it has no way to give up a computation")
 
     def apply(self, action: Apply) -> None:
         raise NoSuchAction(f"a worker cannot {action}")
@@ -78,9 +84,12 @@ class ServerCarrier:
     def compute(self, action: Compute) -> None:
         raise NoSuchAction(f"a server cannot {action}")
 
+    def abort_compute(self, action: AbortCompute) -> None:
+        raise NoSuchAction(f"a server cannot {action}")
+
 
 class SchedulerCarrier:
-    """Base of those that carry out a scheduler's actions: it only sends."""
+    """Base of those that carry out a scheduler's actions: it only sends, and waits for its timers."""
 
     def park(self, action: Park) -> None:
         """Nothing to do: the worker waits by itself."""
@@ -97,7 +106,7 @@ class SchedulerCarrier:
     def answer(self, action: Answer) -> None:
         raise NoSuchAction(f"a scheduler cannot {action}")
 
-    def set_timer(self, action: SetTimer) -> None:
+    def abort_compute(self, action: AbortCompute) -> None:
         raise NoSuchAction(f"a scheduler cannot {action}")
 
 

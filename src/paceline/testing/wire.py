@@ -13,17 +13,34 @@ from paceline.core.actions import Answer, Compute, Send, SetTimer
 from paceline.core.events import (
     Event,
     GradientReady,
+    NotifyArrived,
     ParametersArrived,
+    PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
+    ResyncArrived,
     RiseArrived,
     TimerFired,
     ViewChanged,
 )
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Message, Node, Parameters, Pull, Push, Release, Rise, Role, View
+from paceline.core.messages import (
+    Members,
+    Message,
+    Node,
+    Notify,
+    Parameters,
+    Plan,
+    Pull,
+    Push,
+    Release,
+    Resync,
+    Rise,
+    Role,
+    View,
+)
 from paceline.core.policy import CentralPolicy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
@@ -130,6 +147,12 @@ class Run:
                 self.step(SCHEDULER, RiseArrived(self.now, rise))
             case Release() as release:
                 self.step(Node("worker", process[0]), ReleaseArrived(self.now, release), process)
+            case Notify() as notify:
+                self.step(SCHEDULER, NotifyArrived(self.now, notify))
+            case Resync() as resync:
+                self.step(Node("worker", process[0]), ResyncArrived(self.now, resync), process)
+            case Plan() as plan:
+                self.step(Node("server", process[1]), PlanArrived(self.now, plan))
 
     def push(self, shard: int, push: Push) -> None:
         bad = self.faults and self.random.random() < 0.03
@@ -183,6 +206,10 @@ class Run:
             together = self.policy.in_force(0, V).may_pull(i, V)
             self.story.expect(together, "together", f"{in_words(message)}, a shard is at V={V}")
             return asker(message), SCHEDULING, False
+        if isinstance(message, Resync):
+            return asker(message), SCHEDULING, False
+        if isinstance(message, Plan):
+            return (SCHEDULING, to.rank), SCHEDULING, False
         if sender.role == "server":
             process = (SCHEDULING, sender.rank)
         return process, to.rank if to.role == "server" else SCHEDULING, True

@@ -155,7 +155,7 @@ class Driver:
 
     def turn(self) -> None:
         """Wait for something to happen, and deal with it."""
-        ready = self.waiter.wait(TICK_S)
+        ready = self.waiter.wait(TICK_S if self.scheduling is None else self.scheduling.until_timer(TICK_S))
         while (received := self.listener.receive()) is not None:
             self.hear(wire.decode_to_driver(received[1]))
         # What is printed first: a process that ends may have another started, whose sentinel takes a free number.
@@ -165,6 +165,8 @@ class Driver:
         for descriptor in ready:
             if descriptor in self.children:
                 self.child_ended(self.children.pop(descriptor))
+        if self.scheduling is not None:
+            self.scheduling.fire_timers()
         self.striker.tick()
         self._start_due()
         self.watchman.tick()
@@ -231,9 +233,9 @@ class Driver:
                     self.keeper.saved(message, str(self.policy), self.lead.layout, self.folder.path / "others")
             case wire.Finished():
                 self.servers_finished.add(message.shard)
-            case wire.Ask() | wire.Report():
+            case wire.Ask():
                 if self.scheduling is not None:
-                    self.scheduling.hear(message)
+                    self.scheduling.hear(message.message)
             case _:
                 assert_never(message)
 
@@ -316,7 +318,7 @@ class Driver:
         self.servers_configured.add(ready.shard)
         if self.begun:
             view = self.authority.view()
-            self._tell_server(ready.shard, wire.NewView(view))
+            self.tell_server(ready.shard, wire.NewView(view))
             for rank, incarnation in view.members:
                 self.tell_worker(rank, incarnation, wire.Reopened(ready.shard, self.server_lives[ready.shard]))
 
@@ -388,11 +390,11 @@ class Driver:
             str(self.policy), self.lead.layout, optimizer, self.epoch_s,
             str(checkpoint) if checkpoint is not None else None, every,
         )  # fmt: skip
-        self._tell_server(shard, configure)
+        self.tell_server(shard, configure)
 
     def _order_checkpoint(self, folder: Path) -> dict[int, int]:
         for shard in range(self.members.servers):
-            self._tell_server(shard, wire.Checkpoint(str(folder)))
+            self.tell_server(shard, wire.Checkpoint(str(folder)))
         return self.decks.unfinished()
 
     def _admit_late(self, described: wire.Describe) -> None:
@@ -428,9 +430,9 @@ class Driver:
         if self.scheduling is not None:
             self.scheduling.announce(view)
         for shard in self.servers_configured:  # the others are told when they are
-            self._tell_server(shard, wire.NewView(view))
+            self.tell_server(shard, wire.NewView(view))
 
-    def _tell_server(self, shard: int, message: wire.ToServer) -> None:
+    def tell_server(self, shard: int, message: wire.ToServer) -> None:
         self.listener.send(b"server:%d" % shard, wire.encode(message))
 
     def tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
@@ -457,7 +459,7 @@ class Driver:
             keep_buffers(self.folder.path)
             self.keeper.begin()
         for shard in range(self.members.servers):
-            self._tell_server(shard, wire.Finish())
+            self.tell_server(shard, wire.Finish())
 
     def _never_began(self) -> PacelineError:
         """Why nothing was trained."""

@@ -8,12 +8,13 @@ first word is where it stands; workers that wait for a release then say their pu
 from __future__ import annotations
 
 import time
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from paceline.core.actions import Park, Send
-from paceline.core.events import PullArrived, RiseArrived, ViewChanged
-from paceline.core.messages import Release, View
+from paceline.core.actions import Park, Send, SetTimer
+from paceline.core.events import NotifyArrived, PullArrived, RiseArrived, TimerFired, ViewChanged
+from paceline.core.messages import Notify, Plan, Pull, Release, Resync, Rise, ToScheduler, View
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.runtime.driver import NoSuchAction, SchedulerCarrier, Seat
@@ -34,16 +35,28 @@ class Scheduling(SchedulerCarrier):
         self.seat = Seat(SCHEDULER, 0, machine, self, self.trace.write)
         self.waits: dict[int, str] = {}
         """Why each parked worker waits."""
+        self.timers: list[tuple[float, int]] = []
+        """(when, which), the next first."""
 
     def now(self) -> float:
         return time.monotonic() - self.driver.epoch_s
 
-    def hear(self, message: wire.Ask | wire.Report) -> None:
+    def until_timer(self, at_most_s: float) -> float:
+        """How long to wait for a message."""
+        return min(at_most_s, max(0.0005, self.timers[0][0] - self.now())) if self.timers else at_most_s
+
+    def fire_timers(self) -> None:
+        while self.timers and self.timers[0][0] <= self.now():
+            self.seat.tell(TimerFired(self.now(), heappop(self.timers)[1]))
+
+    def hear(self, message: ToScheduler) -> None:
         match message:
-            case wire.Ask(pull):
-                self.seat.tell(PullArrived(self.now(), pull))
-            case wire.Report(rise):
-                self.seat.tell(RiseArrived(self.now(), rise))
+            case Pull():
+                self.seat.tell(PullArrived(self.now(), message))
+            case Rise():
+                self.seat.tell(RiseArrived(self.now(), message))
+            case Notify():
+                self.seat.tell(NotifyArrived(self.now(), message))
             case _:
                 assert_never(message)
 
@@ -54,11 +67,17 @@ class Scheduling(SchedulerCarrier):
         self.waits[action.pull.worker] = action.reason
 
     def send(self, action: Send) -> None:
-        release = action.message
-        if not isinstance(release, Release):
-            raise NoSuchAction(f"a scheduler cannot {action}")
-        self.waits.pop(release.worker, None)
-        self.driver.tell_worker(release.worker, release.incarnation, wire.Let(release))
+        match action.message:
+            case Release() | Resync() as message:
+                self.waits.pop(message.worker, None)
+                self.driver.tell_worker(message.worker, message.incarnation, wire.Told(message))
+            case Plan() as plan:
+                self.driver.tell_server(action.to.rank, wire.Planned(plan))
+            case _:
+                raise NoSuchAction(f"a scheduler cannot {action}")
+
+    def set_timer(self, action: SetTimer) -> None:
+        heappush(self.timers, (self.now() + action.after_s, action.timer))
 
     def close(self) -> None:
         self.trace.close()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline import policies
 from paceline.core.actions import Answer, Apply, Drop, Park, Send, SetTimer
-from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
+from paceline.core.events import PlanArrived, PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
@@ -133,6 +133,8 @@ class LiveServer(ServerCarrier):
                 self.adopt_hyper()
             case wire.Checkpoint():
                 self.save(Path(order.folder))
+            case wire.Planned(plan):
+                self.seat.tell(PlanArrived(self.now(), plan))
             case wire.Finish():
                 self.finish()
             case _:
@@ -326,7 +328,7 @@ class LiveServer(ServerCarrier):
     def send(self, action: Send) -> None:
         if not isinstance(action.message, Rise):
             raise NoSuchAction(f"a server cannot {action}")
-        self.driver.send(wire.encode(wire.Report(action.message)))
+        self.driver.send(wire.encode(wire.Ask(action.message)))
 
     def set_timer(self, action: SetTimer) -> None:
         heappush(self.timers, (self.now() + action.after_s, action.timer))

@@ -1,9 +1,9 @@
 """What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
 
 worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Leave; Ask, for the scheduler
-driver -> worker     Begin, Dealt, Reopened, Refuse, Stop; Let, from the scheduler
-driver -> server     Configure, NewView, Checkpoint, Finish
-server -> driver     Ready, Status, Due, Saved, Finished; Report, for the scheduler
+driver -> worker     Begin, Dealt, Reopened, Refuse, Stop; Told, from the scheduler
+driver -> server     Configure, NewView, Checkpoint, Finish; Planned, from the scheduler
+server -> driver     Ready, Status, Due, Saved, Finished; Ask, for the scheduler
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
 """
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
-from paceline.core.messages import Members, Parameters, Pull, Push, Release, Rise, View
+from paceline.core.messages import FromScheduler, Members, Parameters, Plan, Pull, Push, ToScheduler, View
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
@@ -183,21 +183,21 @@ class Finished(Struct, frozen=True, tag=True):
 
 
 class Ask(Struct, frozen=True, tag=True):
-    """A worker's pull, for the scheduler to let pass."""
+    """What a worker or a shard tells the scheduler."""
 
-    pull: Pull
-
-
-class Report(Struct, frozen=True, tag=True):
-    """How far a shard is, for the scheduler."""
-
-    rise: Rise
+    message: ToScheduler
 
 
-class Let(Struct, frozen=True, tag=True):
-    """The scheduler lets a worker pull."""
+class Told(Struct, frozen=True, tag=True):
+    """What the scheduler tells a worker."""
 
-    release: Release
+    message: FromScheduler
+
+
+class Planned(Struct, frozen=True, tag=True):
+    """What the scheduler tells a shard."""
+
+    plan: Plan
 
 
 class Exchange(Struct, frozen=True, tag=True):
@@ -223,9 +223,9 @@ class Fetched(Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
-ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask | Report
-ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Let
-ToServer = Configure | NewView | Checkpoint | Finish
+ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask
+ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told
+ToServer = Configure | NewView | Checkpoint | Finish | Planned
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_driver = msgspec.msgpack.Decoder(ToDriver).decode

@@ -20,8 +20,15 @@ from torch import Tensor
 
 from paceline import cluster, policies
 from paceline.core.actions import Compute, Send, SetTimer
-from paceline.core.events import GradientReady, ParametersArrived, ReleaseArrived, TimerFired, ViewChanged
-from paceline.core.messages import Node, Parameters, Pull, Push
+from paceline.core.events import (
+    GradientReady,
+    ParametersArrived,
+    ReleaseArrived,
+    ResyncArrived,
+    TimerFired,
+    ViewChanged,
+)
+from paceline.core.messages import Node, Notify, Parameters, Pull, Push, Release, Resync
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
@@ -62,7 +69,7 @@ class LiveWorker(WorkerCarrier):
         self.waiter.watch(self.driver)
         self.servers: list[Link] = []
         self.outbox: dict[int, list[Push | Pull]] = {}
-        self.to_scheduler: Pull | None = None
+        self.to_scheduler: list[Pull | Notify] = []
         self.ordered: Compute | None = None
         self.timer: tuple[float, int] | None = None
         """When the worker is to pull, if it rests before: naive waiting."""
@@ -347,8 +354,10 @@ class LiveWorker(WorkerCarrier):
                     link.path = path
                     link.reopen()
                     self.say_again(shard)
-            case wire.Let(release):
+            case wire.Told(Release() as release):
                 self.seat.tell(ReleaseArrived(self.now(), release))
+            case wire.Told(Resync() as resync):
+                self.seat.tell(ResyncArrived(self.now(), resync))
             case wire.Dealt():
                 self.hands.take(message)
             case wire.Refuse(reason):
@@ -375,9 +384,9 @@ class LiveWorker(WorkerCarrier):
                 exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
             self.said[shard] = exchange
         self.outbox.clear()
-        if self.to_scheduler is not None:
-            self.driver.send(wire.encode(wire.Ask(self.to_scheduler)))
-            self.to_scheduler = None
+        for said in self.to_scheduler:
+            self.driver.send(wire.encode(wire.Ask(said)))
+        self.to_scheduler.clear()
 
     def slow_down(self, started: float) -> None:
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
@@ -428,8 +437,8 @@ class LiveWorker(WorkerCarrier):
 
     def send(self, action: Send) -> None:
         message = action.message
-        if action.to == SCHEDULER and isinstance(message, Pull):
-            self.to_scheduler = message
+        if action.to == SCHEDULER and isinstance(message, Pull | Notify):
+            self.to_scheduler.append(message)
         elif isinstance(message, Push | Pull):
             self.outbox.setdefault(action.to.rank, []).append(message)
         else:

@@ -15,9 +15,10 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     ReleaseArrived,
+    ResyncArrived,
     TimerFired,
 )
-from paceline.core.messages import Message, Parameters, Pull, Push, Release
+from paceline.core.messages import FromScheduler, Message, Parameters, Pull, Push, Release
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Wire
@@ -140,11 +141,12 @@ class VirtualWorker(WorkerCarrier):
 
         engine.at(arrival, MESSAGE, pass_link)
 
-    def take_release(self, release: Release, arrival: float) -> None:
+    def hear_scheduler(self, message: FromScheduler, arrival: float) -> None:
         """Take what the scheduler sends now; it is here at `arrival`."""
         if self.down is not None:
             arrival += self.down.latency_s
-        self.simulation.engine.tell(arrival, MESSAGE, self.tell, ReleaseArrived(arrival, release))
+        arrived = ReleaseArrived if isinstance(message, Release) else ResyncArrived
+        self.simulation.engine.tell(arrival, MESSAGE, self.tell, arrived(arrival, message))  # type: ignore[arg-type]
 
     def compute(self, action: Compute) -> None:
         simulation = self.simulation

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable
 
 from paceline.cluster import Cluster
-from paceline.core.actions import Send
-from paceline.core.events import PullArrived, RiseArrived
-from paceline.core.messages import Message, Pull, Release, Rise
+from paceline.core.actions import Send, SetTimer
+from paceline.core.events import NotifyArrived, PullArrived, RiseArrived, TimerFired
+from paceline.core.messages import FromScheduler, Message, Node, Notify, Plan, Pull, Release, Resync, Rise
 from paceline.runtime.driver import NoSuchAction, SchedulerCarrier, Seat
-from paceline.runtime.virtual.engine import MESSAGE, Engine, Wire
+from paceline.runtime.virtual.engine import MESSAGE, TIMER, Engine, Wire
 
-Deliver = Callable[[Release, float], None]
-"""Hand a release to its worker; it has left the scheduler's side at the time given."""
+Deliver = Callable[[Node, FromScheduler | Plan, float], None]
+"""Hand a message to a worker or a shard; it has left the scheduler's side at the time given."""
 
 
 class VirtualScheduler(SchedulerCarrier):
@@ -39,10 +39,16 @@ class VirtualScheduler(SchedulerCarrier):
                 self.engine.tell(arrival, MESSAGE, self.seat.tell, PullArrived(arrival, message))
             case Rise():
                 self.engine.tell(arrival, MESSAGE, self.seat.tell, RiseArrived(arrival, message))
+            case Notify():
+                self.engine.tell(arrival, MESSAGE, self.seat.tell, NotifyArrived(arrival, message))
             case _:
                 raise NoSuchAction(f"nobody sends a scheduler {message}")
 
     def send(self, action: Send) -> None:
-        if not isinstance(action.message, Release):
+        if not isinstance(action.message, Release | Resync | Plan):
             raise NoSuchAction(f"a scheduler cannot {action}")
-        self.deliver(action.message, self.outward.arrival(self.engine.now, 1))
+        self.deliver(action.to, action.message, self.outward.arrival(self.engine.now, 1))
+
+    def set_timer(self, action: SetTimer) -> None:
+        due = self.engine.now + action.after_s
+        self.engine.tell(due, TIMER, self.seat.tell, TimerFired(due, action.timer))

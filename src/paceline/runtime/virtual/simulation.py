@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.cluster import Cluster, Fault
-from paceline.core.events import ViewChanged
-from paceline.core.messages import Members, Node, Release, View
+from paceline.core import messages
+from paceline.core.events import PlanArrived, ViewChanged
+from paceline.core.messages import FromScheduler, Members, Node, View
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
@@ -115,10 +116,14 @@ class Simulation:
         assert self.scheduler is not None
         return self.scheduler
 
-    def deliver(self, release: Release, arrival: float) -> None:
-        worker = self.workers.get(release.worker)
-        if worker is not None and worker.incarnation == release.incarnation:
-            worker.take_release(release, arrival)
+    def deliver(self, to: Node, message: FromScheduler | messages.Plan, arrival: float) -> None:
+        """What the scheduler sends, to a shard or to a worker that is still there."""
+        if isinstance(message, messages.Plan):
+            self.engine.tell(arrival, MESSAGE, self.servers[to.rank].seat.tell, PlanArrived(arrival, message))
+            return
+        worker = self.workers.get(to.rank)
+        if worker is not None and worker.incarnation == message.incarnation:
+            worker.hear_scheduler(message, arrival)
 
     def record(self, record: Record) -> None:
         self.trace.records.append(record)

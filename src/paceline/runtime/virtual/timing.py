@@ -14,13 +14,15 @@ from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetT
 from paceline.core.events import (
     GradientReady,
     ParametersArrived,
+    PlanArrived,
     PullArrived,
     PushArrived,
     ReleaseArrived,
+    ResyncArrived,
     TimerFired,
     ViewChanged,
 )
-from paceline.core.messages import Members, Node, Pull, Push, Release
+from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Push, Release
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.trace import Header, Record, Trace
@@ -64,10 +66,14 @@ class Timing:
         if plan.policy.has_scheduler:
             self.scheduler.seat = self.seat(SCHEDULER, self.scheduler)
 
-    def deliver(self, release: Release, arrival: float) -> None:
-        worker = self.workers[release.worker]
+    def deliver(self, to: Node, message: FromScheduler | Plan, arrival: float) -> None:
+        if isinstance(message, Plan):
+            self.engine.tell(arrival, MESSAGE, self.servers[to.rank].seat.tell, PlanArrived(arrival, message))
+            return
+        worker = self.workers[to.rank]
         arrival += worker.link_latency_s
-        self.engine.tell(arrival, MESSAGE, worker.tell, ReleaseArrived(arrival, release))
+        arrived = ReleaseArrived if isinstance(message, Release) else ResyncArrived
+        self.engine.tell(arrival, MESSAGE, worker.tell, arrived(arrival, message))  # type: ignore[arg-type]
 
     def seat(self, node: Node, carrier: Carrier) -> Seat:
         machine = self.plan.policy.machine(node.role, node.rank, self.plan.members, self.plan.seed)
