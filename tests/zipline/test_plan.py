@@ -88,7 +88,7 @@ def test_all_agree_on_the_papers_largest_size() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(1, 200), st.integers(1, 12), st.sampled_from(["noisy", "ties", "heavy", "alike"]), st.integers(0, 999)
+    st.integers(1, 500), st.integers(1, 12), st.sampled_from(["noisy", "ties", "heavy", "alike"]), st.integers(0, 999)
 )
 def test_leaving_out_short_iterations_changes_nothing(workers: int, iterations: int, kind: str, seed: int) -> None:
     random = np.random.default_rng(seed)
