@@ -14,6 +14,7 @@ from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Reproduction
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.zipline_search import ZipLineSearch
 
 SMALL = [
     BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.3),
@@ -21,6 +22,7 @@ SMALL = [
     BackupSyncAsync(sizes=((6, 1), (12, 2)), rates=(0.01,), sgd_rates=(0.5,), gradients=100, accuracy=0.2),
     FluentPSPSSP(workers=4, iterations=12, one_in=(2, 10), seeds=1),
     FluentPSLazy(workers=4, iterations=10),
+    ZipLineSearch(workers=(10, 50), lookaheads=(15,), matrices=2),
 ]
 
 

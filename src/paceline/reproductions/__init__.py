@@ -15,10 +15,19 @@ from paceline.reproductions.base import Claim, Findings, Reproduction
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.zipline_search import ZipLineSearch
 
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
-    for reproduction in (BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy)
+    for reproduction in (
+        BackupChoice,
+        BackupStaleness,
+        BackupSyncAsync,
+        FluentPSOverlap,
+        FluentPSPSSP,
+        FluentPSLazy,
+        ZipLineSearch,
+    )
 }
 
 
