@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Parameters, Pull, Push, Release, Rise, View
+from paceline.core.messages import (
+    Ack,
+    Hello,
+    Offer,
+    Parameters,
+    Pull,
+    Push,
+    Release,
+    Reply,
+    Rise,
+    Token,
+    Update,
+    View,
+)
 
 
 class ViewChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -85,6 +98,49 @@ class ReleaseArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     release: Release
 
 
+class UpdateArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A neighbour's parameters have reached this peer, whole."""
+
+    at: float
+    update: Update
+
+
+class TokenArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """An out-neighbour told this peer how far it is."""
+
+    at: float
+    token: Token
+
+
+class AckArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """An out-neighbour has averaged in this peer's update."""
+
+    at: float
+    ack: Ack
+
+
+class HelloArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A neighbour said the first word on a new edge."""
+
+    at: float
+    hello: Hello
+
+
+class OfferArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """AD-PSGD: a neighbour wants to average."""
+
+    at: float
+    offer: Offer
+
+
+class ReplyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """AD-PSGD: the neighbour this peer had chosen answered."""
+
+    at: float
+    reply: Reply
+
+
+PeerEvent = UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
 Event = (
     ViewChanged
     | Restored
@@ -96,4 +152,5 @@ Event = (
     | TimerFired
     | RiseArrived
     | ReleaseArrived
+    | PeerEvent
 )

@@ -18,16 +18,22 @@ from typing import Any, ClassVar
 
 from paceline.core.actions import Action
 from paceline.core.events import (
+    AckArrived,
     Event,
     GradientReady,
+    HelloArrived,
+    OfferArrived,
     ParametersArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
+    ReplyArrived,
     Restored,
     RiseArrived,
     TimerFired,
+    TokenArrived,
+    UpdateArrived,
     ViewChanged,
 )
 
@@ -54,6 +60,12 @@ class Machine:
         TimerFired: "on_timer_fired",
         RiseArrived: "on_rise_arrived",
         ReleaseArrived: "on_release_arrived",
+        UpdateArrived: "on_update_arrived",
+        TokenArrived: "on_token_arrived",
+        AckArrived: "on_ack_arrived",
+        HelloArrived: "on_hello_arrived",
+        OfferArrived: "on_offer_arrived",
+        ReplyArrived: "on_reply_arrived",
     }
 
     def __init__(self) -> None:
