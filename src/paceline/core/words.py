@@ -112,7 +112,8 @@ def in_words(thing: Event | Action | Message) -> str:
             which = " and ".join(f"{handle.iteration} of worker {name(author(handle))}" for handle in handles)
             return f"apply iteration {which} at weight {weight:.3g}, making version {version}"
         case Drop(handle, reason):
-            return f"drop the {in_words(Push(handle))}: {reason}"
+            what = in_words(Push(handle) if handle.nbytes else Update(handle))
+            return f"drop the {what}: {reason}"
         case Answer(parameters, reason, released_by):
             by = f", by worker {released_by}" if released_by >= 0 else ""
             return f"answer {in_words(parameters)}{f' (was parked: {reason}{by})' if reason else ''}"

@@ -15,6 +15,7 @@ from paceline.core.policy import CentralPolicy, Policy
 from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
 from paceline.policies import own
+from paceline.policies.adpsgd import ADPSGD
 from paceline.policies.asp import ASP
 from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
@@ -28,7 +29,7 @@ from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled, Hop)
+    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled, Hop, ADPSGD)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -98,6 +99,7 @@ def register(policy: Policy) -> None:
 
 
 __all__ = [
+    "ADPSGD",
     "ASP",
     "BSP",
     "CATALOGUE",

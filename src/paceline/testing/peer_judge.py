@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
 from paceline.core.actions import Action, Apply, Compute, Drop, Reduce
@@ -32,6 +32,8 @@ class PeerJudge:
         self.iteration: defaultdict[Process, int] = defaultdict(int)
         self.arrived: dict[tuple[Process, Handle], int] = {}
         """(where, what) -> 1 while it is there, 0 when it was consumed."""
+        self.held: Counter[Process] = Counter()
+        """How many are there and not consumed."""
         self.newest: dict[tuple[Process, int], int] = {}
         """(where, from whom) -> the newest update that came."""
         self.ready: dict[Process, int] = {}
@@ -60,6 +62,7 @@ class PeerJudge:
             handle = event.reply.handle
         if handle is not None:
             self.arrived[process, handle] = self.arrived.get((process, handle), 0) + 1
+            self.held[process] += 1
 
     def judge(self, process: Process, action: Action) -> None:
         what = f"peer {name(process)}: {in_words(action)}"
@@ -87,6 +90,7 @@ class PeerJudge:
     def consume(self, process: Process, handle: Handle, what: str) -> None:
         self.expect(self.arrived.get((process, handle), 0) == 1, "handles", f"{what}: not there")
         self.arrived[process, handle] = 0
+        self.held[process] -= 1
 
     def judge_average(self, process: Process, action: Reduce, what: str) -> None:
         """Enough came, and what is used is fresh enough and of different in-neighbours."""
@@ -136,9 +140,9 @@ class PeerJudge:
                 for holder, giver in ((i, j), (j, i)):
                     if giver in self.graph.outs[holder]:
                         self.judge_tokens(holder, giver, machines[holder, 0], max_gap)
-        held = sum(count for (where, _), count in self.arrived.items() if where == moved) if max_gap else 0
-        room = (1 + (max_gap or 0)) * len(self.graph.ins[i])
-        self.expect(held <= room, "capacity", f"peer {i} holds {held} updates, there is room for {room}")
+        if max_gap is not None:
+            held, room = self.held[moved], (1 + max_gap) * len(self.graph.ins[i])
+            self.expect(held <= room, "capacity", f"peer {i} holds {held} updates, there is room for {room}")
 
     def judge_tokens(self, holder: int, giver: int, machine: Machine, max_gap: int) -> None:
         assert isinstance(machine, Peer)

@@ -151,7 +151,7 @@ class PeerRun:
         match action:
             case Send(to, message):
                 link = (process, to.rank)
-                self.links[link].append(message)  # type: ignore[arg-type]
+                self.links[link].append(message)
                 self.later(self.delay(link), self.deliver, link)
             case Compute(iteration, attempt):
                 if iteration < self.iterations and process[0] not in self.frozen:
