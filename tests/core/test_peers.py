@@ -225,7 +225,7 @@ def jumps(story: Story) -> list[tuple[int, int, int]]:
 
 def test_peers_jump_while_their_neighbours_jump() -> None:
     """Two slow ones, of whom one sends to the other: they skip the same iterations, and nobody waits for these."""
-    policy = policy_of("hop:graph=exponential,backup=1,max_gap=3,skip=10,trigger=1")
+    policy = policy_of("hop:graph=exponential,backup=2,max_gap=3,skip=10,trigger=1")
     assert (0, 1) in policy.topology(6).edges
     together = 0
     for seed in range(20):
