@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
@@ -87,6 +88,9 @@ class Training(Outputs):
     """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each
     server, as in ps-lite (docs/sharding.md)."""
 
+    shards: str = SHUFFLED
+    """How samples are dealt: shuffled; or sorted by label, each worker its own for good (virtual time)."""
+
     def arguments(self) -> dict[str, Any]:
         return {
             "workload": self.workload,
@@ -100,4 +104,5 @@ class Training(Outputs):
             "seed": self.seed,
             "by_layer": self.by_layer,
             "slicing": self.slicing,
+            "shards": self.shards,
         }
