@@ -105,6 +105,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     if job.by_layer:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
+    check_central(job.policy)
     if job.shards != SHUFFLED:
         raise ConfigError("shards=sorted is for virtual time")
     run = launch(
@@ -202,9 +203,9 @@ class Job:
         self.seed = seed
 
     def _check_peers(self) -> None:
-        """Refuse what only servers have."""
-        if self.members.servers > 1 or self.by_layer or self.slicing != EPS:
-            raise ConfigError(f"{self.policy} has no servers: servers, slicing and by_layer are not for it")
+        """Refuse what only servers can do. How many servers there are does not matter: others may be compared with."""
+        if self.by_layer or self.slicing != EPS:
+            raise ConfigError(f"{self.policy} has no servers: slicing and by_layer are not for it")
         for fault in self.cluster.faults:
             if fault.kind == "join" and fault.worker >= self.members.workers:
                 raise ConfigError(
