@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from paceline import policies, workloads
 from paceline.cluster import Cluster
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
+from paceline.core.topology import EXACT, neighbours, unevenness
 from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target
@@ -71,6 +73,8 @@ def simulate(
         slicing,
         shards,
     )
+    for warning in job.warnings:
+        warnings.warn(warning, stacklevel=2)
     return simulate_job(job, dtype=dtype, watch=watch)
 
 
@@ -181,6 +185,8 @@ class Job:
     ) -> None:
         self.members = check_members(workers, servers, seed)
         self.shards = shards
+        self.warnings: list[str] = []
+        """What is allowed and should be known."""
         self.slicing = check_slicing(slicing)
         self.workload = workloads.load(workload)
         self.by_layer = by_layer
@@ -211,6 +217,15 @@ class Job:
                 raise ConfigError(
                     f"join of worker {fault.worker}: the graph has places 0 to {self.members.workers - 1}"
                 )
+        assert isinstance(self.policy, PeerPolicy)
+        graph = self.policy.topology(self.members.workers)
+        weights = neighbours(graph, frozenset(range(graph.size))).weights
+        if graph.uniform and unevenness(weights) > EXACT:
+            totals = [sum(row.get(peer, 0.0) for row in weights.values()) for peer in weights]
+            self.warnings.append(
+                f"{self.policy}: weights are not doubly stochastic, peers count for {min(totals):.2f} to "
+                f"{max(totals):.2f} of their share in each average"
+            )
         self.members = Members(self.members.workers, 0)
 
     def _server_for_each_layer(self) -> Members:

@@ -49,7 +49,7 @@ def reached(run: Run) -> dict[int, int]:
     [("sgd:lr=0.1", "random-slowdown:factor=6"), ("sgd:lr=0.1,weight_decay=0.001", "pareto:shape=1.2,latency_s=0.05")],
 )
 def test_standard_serial_on_the_complete_graph_is_bsp_with_a_server(optimizer: str, cluster: str) -> None:
-    given = {"workers": 4, "cluster": cluster, "iterations": 100, "optimizer": optimizer}
+    given = {"workers": 4, "cluster": cluster, "iterations": 60, "optimizer": optimizer}
     bsp = simulate(policy="bsp", **given)  # type: ignore[arg-type]
     hop = simulate(policy="hop:graph=complete,order=serial", **given)  # type: ignore[arg-type]
     assert largest_difference(hop.parameters, bsp.parameters) < 1e-5

@@ -71,6 +71,8 @@ class Simulate(Training):
 
 
 def _do(job: Job, train: Callable[..., Run]) -> Run:
+    for warning in job.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
     with Watching(str(job.policy), job.target) as watch:
         run = train(job, watch=watch)
     tell_result(run)

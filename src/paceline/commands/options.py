@@ -16,6 +16,17 @@ from paceline.run import Run, write_whole
 from paceline.tensors.layout import EPS
 
 
+def check_file(option: str, name: str | None) -> None:
+    """Refuse a file that cannot be written."""
+    if name is None:
+        return
+    folder = Path(name).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {name}: the folder {str(folder)!r} does not exist or cannot be written")
+    if Path(name).is_dir():
+        raise ConfigError(f"{option} {name} is a folder: name a file")
+
+
 @dataclass(kw_only=True)
 class Outputs:
     """Where results are written. Files appear whole or not at all."""
@@ -30,13 +41,7 @@ class Outputs:
     def check(self) -> None:
         """Refuse files that cannot be written, before anything runs."""
         for option, name in (("--json", self.json), ("--report", self.report), ("--chrome", self.chrome)):
-            if name is None:
-                continue
-            folder = Path(name).parent
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise ConfigError(f"{option} {name}: the folder {str(folder)!r} does not exist or cannot be written")
-            if Path(name).is_dir():
-                raise ConfigError(f"{option} {name} is a folder: name a file")
+            check_file(option, name)
         names = [name for name in (self.json, self.report, self.chrome) if name is not None]
         if len({Path(name).resolve() for name in names}) < len(names):
             raise ConfigError("--json, --report and --chrome must name different files")
