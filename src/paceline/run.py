@@ -22,6 +22,7 @@ from paceline.report.staleness import staleness_by_shard
 from paceline.tensors.layout import imbalance
 
 KNOWN_METRICS = ("accuracy", "loss")
+ON_SERVERS = "the parameters on the servers"
 
 
 class Point(NamedTuple):
@@ -84,6 +85,10 @@ class Run:
     """The moving average of the parameters, if one was kept (`ema`)."""
     layers: tuple[str, ...] = ()
     """The layers, bottom first, if workers read and pushed layer by layer."""
+    evaluated: str = ON_SERVERS
+    """Which parameters history and model are of."""
+    consensus: list[tuple[float, float]] = field(default_factory=list)
+    """Without servers: when, and how far the peers' parameters were from their average, in the mean."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -134,6 +139,7 @@ class Run:
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
+            "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
 from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
 from paceline.core.messages import Handle, Parameters, Pull, Rise, View
 from paceline.core.policy import CentralPolicy
@@ -147,7 +147,7 @@ class Ledger:
                     self.expect(after_s >= 0, "answer", f"a time cannot be negative: {what}")
                 case Send(message=Rise(V=V)) if self.plan.has_scheduler:
                     self.expect(V == self.V, "together", f"{what}, it is at V={self.V}")
-                case Compute() | AbortCompute() | Send():
+                case Compute() | AbortCompute() | Send() | Reduce() | Wait():
                     self.expect(False, "answer", f"a shard may not {what}")
                 case _:
                     assert_never(action)
