@@ -10,8 +10,10 @@ import pytest
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park
 from paceline.core.events import GradientReady, ParametersArrived, PullArrived, PushArrived, ViewChanged
 from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, View
+from paceline.core.progress import name_workers
 from paceline.core.trace import Header, Record, Trace
 from paceline.report.metrics import Span, measure, spans, template
+from paceline.report.staleness import staleness_by_shard
 
 POLICIES = ["bsp", "asp", "ssp:staleness=0", "ssp:staleness=2", "backup:extra=1"]
 
@@ -284,7 +286,10 @@ def test_metrics_agree_with_a_slow_reading_of_the_trace(simulate, policy, seed):
     ("reason", "expected"),
     [
         ("2 ahead of worker 1, bound 1", "# ahead of worker #, bound #"),
-        ("12 ahead of workers 1, 2, 5, 6 and 3 more, bound 10", "# ahead of worker #, bound #"),
+        *(
+            (f"12 ahead of {name_workers((1, 2, 5, 6), count)}, bound 10", "# ahead of worker #, bound #")
+            for count in (4, 5, 7)
+        ),
         ("iteration 7 lacks workers 1, 2", "iteration # lacks worker #"),
         ("rand 0.25 below 1e-05", "rand # below #"),
         ("no numbers", "no numbers"),
@@ -321,3 +326,15 @@ def test_records_out_of_order_make_no_overlap():
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
         ("compute", 0.0, 1.0), ("exchange", 1.0, 1.5), ("wait", 1.5, 2.0), ("compute", 2.0, 3.0),
     ]  # fmt: skip
+
+
+def test_a_shard_that_was_restored_behind_its_workers_makes_nothing_less_than_fresh():
+    applied = Record(
+        Node("server", 0),
+        1,
+        PushArrived(1.0, Push(Handle(0, 0, 9, 18, 10))),
+        (Apply((Handle(0, 0, 9, 18, 10),), 1.0, 11),),
+    )
+    trace = Trace(Header("live", "asp", Members(1, 1), 0, (100,)), [applied])
+    assert measure(trace).staleness["min"] == 0
+    assert staleness_by_shard(trace)[0]["min"] == 0

@@ -28,7 +28,7 @@ from paceline.report.peers import PeerCounts
 K = TypeVar("K")
 NO_VIEW: tuple[int, frozenset[tuple[int, int]]] = (0, frozenset())
 
-WORKERS = re.compile(r"\bworkers? \d+(?:, \d+)*(?: and \d+ more)?")
+WORKERS = re.compile(r"\bworkers? \d+(?:, \d+)*(?: and \d+ others?)?")
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -117,7 +117,7 @@ class Counts:
             elif isinstance(action, Apply):
                 self.updates += shard == 0
                 for handle in action.handles:
-                    self.staleness[action.version - 1 - handle.version] += 1
+                    self.staleness[action.staleness(handle)] += 1
             elif isinstance(action, Drop) and not self.is_ghost(shard, action.handle):
                 handle = action.handle
                 self.dropped.add((handle.source, handle.incarnation, handle.iteration))

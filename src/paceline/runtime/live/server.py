@@ -7,7 +7,6 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -31,11 +30,10 @@ from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors import state
 from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
+from paceline.tensors.significance import significance
 
 IDLE_S = 0.5
 STATUS_S = 0.5
-SMALLEST = 1e-30
-"""Parameters that are all zero make any gradient significant."""
 
 
 class Segment:
@@ -52,10 +50,6 @@ class Segment:
         """Tensors that have no gradient in the last push."""
         self.holds = -1
         """The version of the parameters that it holds; -1 while it holds a gradient."""
-
-    def norm(self) -> float:
-        """Of the gradient."""
-        return math.sqrt(sum(float(piece.norm()) ** 2 for piece in self.gradient))
 
 
 class LiveServer(ServerCarrier):
@@ -247,11 +241,10 @@ class LiveServer(ServerCarrier):
         if exchange.refusal:
             self.seat.tell(PushRejected(self.now(), push, exchange.refusal))
         else:
-            significance = None
+            measured = None
             if self.machine.gate.wants_significance:
-                weights = max(float(self.optimizer.values.norm()), SMALLEST)
-                significance = segment.norm() / weights
-            self.seat.tell(PushArrived(self.now(), push, significance))
+                measured = significance(segment.gradient, self.optimizer.values)
+            self.seat.tell(PushArrived(self.now(), push, measured))
 
     def adopt_hyper(self) -> None:
         """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
@@ -282,7 +275,7 @@ class LiveServer(ServerCarrier):
                 used.append(self.segments[handle.source, handle.incarnation])
                 gradients.append(used[-1].gradient)
                 absent.append(used[-1].absent)
-            self.staleness[handle.source] = action.version - 1 - handle.version
+            self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         self.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
         for segment in used:

@@ -23,13 +23,10 @@ from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Wire
 from paceline.tensors.optimizers import SliceOptimizer
+from paceline.tensors.significance import significance
 
 if TYPE_CHECKING:
     from paceline.runtime.virtual.simulation import Simulation
-
-
-SMALLEST = 1e-30
-"""Parameters that are all zero make any gradient significant."""
 
 
 class VirtualServer(ServerCarrier):
@@ -65,11 +62,11 @@ class VirtualServer(ServerCarrier):
         self.simulation.node(action.to).receive(action.message)
 
     def take_push(self, arrival: float, push: Push) -> None:
-        significance = None
+        measured = None
         if self.machine.gate.wants_significance:
             gradient = self.simulation.gradients.look(push.handle, self.shard)
-            significance = float(gradient.norm() / self.optimizer.values.norm().clamp(min=SMALLEST))
-        self.seat.tell(PushArrived(arrival, push, significance))
+            measured = significance([gradient], self.optimizer.values)
+        self.seat.tell(PushArrived(arrival, push, measured))
 
     def apply(self, action: Apply) -> None:
         take, cut = self.simulation.gradients.take, self.optimizer.cut
