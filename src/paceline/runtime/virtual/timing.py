@@ -26,6 +26,7 @@ from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Pus
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.trace import Header, Record, Trace
+from paceline.errors import PacelineError
 from paceline.runtime.driver import Authority, Carrier, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Engine, Wire
 from paceline.runtime.virtual.scheduling import VirtualScheduler
@@ -57,6 +58,8 @@ class Timing:
         header = Header("timing", str(plan.policy), plan.members, plan.seed, self.slice_bytes)
         self.trace = Trace(header)
         self.updates = 0
+        self.done: set[int] = set()
+        """The workers that have done their iterations."""
         self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
         self.workers = [
             TimedWorker(self, rank) if plan.cluster.link(rank) is None else LinkedWorker(self, rank)
@@ -86,6 +89,11 @@ class Timing:
             for server in self.servers:
                 server.seat.machine.check()
 
+    def note_done(self, rank: int) -> None:
+        self.done.add(rank)
+        if len(self.done) == self.plan.members.workers:
+            self.engine.wind_up()
+
     def run(self) -> int:
         """Run to the end; the number of events that machines handled."""
         view = Authority().admit(dict.fromkeys(range(self.plan.members.workers), 0))
@@ -95,6 +103,11 @@ class Timing:
         for seat in seats:
             self.engine.tell(arrival, MESSAGE, seat.tell, ViewChanged(arrival, view))
         self.engine.run()
+        if len(self.done) < self.plan.members.workers:
+            left = self.plan.members.workers - len(self.done)
+            raise PacelineError(
+                f"{self.plan.policy}: nobody can go on after {self.engine.now:.2f} s, {left} are not done"
+            )
         return self.engine.sequence
 
 
@@ -142,6 +155,7 @@ class TimedWorker(WorkerCarrier):
         plan = timing.plan
         self.timing = timing
         self.engine = timing.engine
+        self.rank = rank
         self.iterations = plan.iterations
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
@@ -154,6 +168,8 @@ class TimedWorker(WorkerCarrier):
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
             self.engine.tell(done, COMPUTE, self.tell, ready)
+        else:
+            self.timing.note_done(self.rank)
 
     def send(self, action: Send) -> None:
         server, message, engine = self.timing.servers[action.to.rank], action.message, self.engine
