@@ -20,6 +20,7 @@ from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
 from paceline.policies.deadline import Deadline
 from paceline.policies.dssp import DSSP
+from paceline.policies.elastic import ElasticBSP
 from paceline.policies.pssp import PSSP
 from paceline.policies.scheduled import Scheduled
 from paceline.policies.several import Mix, Switch
@@ -27,7 +28,7 @@ from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled)
+    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, ElasticBSP, Waiting, Scheduled)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -106,6 +107,7 @@ __all__ = [
     "Backup",
     "CentralPolicy",
     "Deadline",
+    "ElasticBSP",
     "Mix",
     "Policy",
     "Scheduled",
