@@ -7,6 +7,7 @@ import pytest
 from paceline.api import Job, train_job_live
 from paceline.core.actions import SetTimer
 from paceline.core.events import PushArrived, TimerFired
+from paceline.report.barriers import barriers, totals
 from paceline.run import Run
 
 
@@ -24,6 +25,7 @@ def live(policy: str, cluster: str = "steady:compute_s=0.01", iterations: int = 
         "bsp@0,backup:extra=1@5,ssp:staleness=1@10",
         "scheduled:base=ssp(staleness=1)",
         "scheduled:base=backup(extra=1)",
+        "elastic:lookahead=4,predict=median",
     ],
 )
 def test_it_runs_and_can_be_played_again(policy: str) -> None:
@@ -34,6 +36,15 @@ def test_it_runs_and_can_be_played_again(policy: str) -> None:
     if "significance" in policy:
         pushes = [r.event for r in run.trace if isinstance(r.event, PushArrived)]
         assert all(push.significance is not None for push in pushes)
+
+
+def test_planned_barriers_are_where_all_arrive_close_together() -> None:
+    run = live("elastic:lookahead=6", "factors:by_worker=1:1.5:2.3,compute_s=0.01", 60)
+    assert run.failures == []
+    assert run.replay() == []
+    met = totals(barriers(run.trace))
+    assert met["count"] >= 5
+    assert met["wait_s"] < 0.6 * met["bsp_wait_s"], "of an idle machine: a fifth"
 
 
 def test_deadline_fires_and_the_slow_are_dropped() -> None:
