@@ -3,6 +3,7 @@
 The same policy object runs in virtual time (`simulate`) and in real processes (`launch`, `paceline run`).
 """
 
+from paceline import zipline
 from paceline.api import launch, simulate
 from paceline.cluster import Cluster
 from paceline.core.policy import Policy
@@ -34,4 +35,5 @@ __all__ = [
     "launch",
     "log",
     "simulate",
+    "zipline",
 ]

@@ -16,6 +16,7 @@ import tyro
 from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
 from paceline.commands.bench_gradients import BenchGradients
 from paceline.commands.bench_simulator import BenchSimulator
+from paceline.commands.bench_zipline import BenchZipline
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.reproduce import Reproduce
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Any] = {
     "bench straggler": BenchStraggler,
     "bench gradients": BenchGradients,
     "bench simulator": BenchSimulator,
+    "bench zipline": BenchZipline,
     "policies": Policies,
     "scenarios": Scenarios,
     "doctor": Doctor,

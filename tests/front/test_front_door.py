@@ -26,7 +26,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(paceline.__all__) == sorted(
         [
             "ASP", "BSP", "SSP", "Backup", "Cluster", "ConfigError", "Optimizer", "PacelineError", "Policy", "Run",
-            "RunFailed", "Sampler", "Trace", "init", "launch", "log", "simulate",
+            "RunFailed", "Sampler", "Trace", "init", "launch", "log", "simulate", "zipline",
         ]
     )  # fmt: skip
     assert all(hasattr(paceline, name) for name in paceline.__all__)

@@ -16,6 +16,7 @@ from paceline.reproductions.base import Reproduction
 from paceline.reproductions.elasticbsp import CONNECTED, CONVOLUTIONAL, ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.zipline_search import ZipLineSearch
 
 SMALL = [
     BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.3),
@@ -27,6 +28,7 @@ SMALL = [
         models=(replace(CONNECTED, rates=(0.3,)), replace(CONVOLUTIONAL, rates=(0.1,))),
         lookaheads=(4,), seeds=1, iterations=5, compute_s=(0.01,), rounds=20,
     ),
+    ZipLineSearch(workers=(10, 50), lookaheads=(15,), matrices=2),
 ]  # fmt: skip
 
 

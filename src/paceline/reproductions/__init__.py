@@ -16,6 +16,7 @@ from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.zipline_search import ZipLineSearch
 
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
@@ -26,6 +27,7 @@ CATALOGUE: dict[str, type[Reproduction]] = {
         FluentPSOverlap,
         FluentPSPSSP,
         FluentPSLazy,
+        ZipLineSearch,
         ElasticBSPs,
     )
 }
