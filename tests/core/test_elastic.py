@@ -29,8 +29,8 @@ ALL = view(1, (0, 0), (1, 0), (2, 0))
 
 
 class TestPlanner:
-    def planner(self, lookahead: int = 4) -> Planner:
-        machine = ElasticBSP(lookahead=lookahead).machine("scheduler", 0, THREE, 0)
+    def planner(self, lookahead: int = 4, predict: str = "latest") -> Planner:
+        machine = ElasticBSP(lookahead=lookahead, predict=predict).machine("scheduler", 0, THREE, 0)
         assert isinstance(machine, Planner)
         machine.checks = True
         machine.handle(ALL)
@@ -84,7 +84,7 @@ class TestPlanner:
             self.notify(machine, 1, k, float(k))
         self.notify(machine, 2, 4, 29.0)
         plan, _ = self.notify(machine, 2, 5, 30.0)
-        assert plan.due_s == pytest.approx(31.0)
+        assert (plan.due_s, plan.wait_s) == pytest.approx((31.0, 0.9))
         assert {worker: stop for worker, _, stop in plan.stops} == {0: 7, 1: 7, 2: 6}
 
     def test_monitors_again_when_all_are_at_their_stops(self) -> None:
@@ -97,6 +97,15 @@ class TestPlanner:
         plan, _ = self.notify(machine, 2, 5, 25.0)
         assert plan.number == 2
         assert plan.due_s == pytest.approx(30.0), "worker 2 takes 5 s; the 5 s it was held at the barrier do not count"
+
+    def test_an_interval_with_a_barrier_in_it_is_not_learned_from(self) -> None:
+        machine = self.planner(predict="mean")
+        plan, _ = self.monitor(machine, {0: 1.0, 1: 1.0, 2: 1.0})
+        for worker, _, stop in plan.stops:
+            self.notify(machine, worker, stop, 3.0)
+        for k, at in ((4, 54.0), (5, 55.0)):
+            plans = [plan for worker in range(3) for plan in self.notify(machine, worker, k, at)]
+        assert (plans[0].due_s, plans[0].wait_s) == pytest.approx((56.0, 0.0))
 
     def test_the_lost_leave_the_plan(self) -> None:
         machine = self.planner()
