@@ -14,8 +14,8 @@ gains as computing grows, and how much better than by the latest interval noisy 
 
 What differs. Small models and data, one server with a fast line of its own. The paper does not say how long its delays
 were; ours are chosen, so the size of a gain means little and its direction much. Gradients that arrive one by one are
-applied with lr/N, so that a rate means the same in every policy; in the paper (MXNet) asynchronous steps take the whole
-rate, which is four times as bold.
+applied with lr/N, so that a rate means the same in every policy; in the paper asynchronous steps take the whole rate
+(eq. 4 and 5), which is four times as bold.
 """
 
 from __future__ import annotations
