@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -84,6 +85,10 @@ def read(arguments: list[str]) -> Any:
     """The command the arguments describe. tyro's boxed messages become one line."""
     if arguments[0] == "bench":
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"there is no command {arguments[0]!r}{hint} (there are: {', '.join(COMMANDS)})")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLE_STREAM = 2
+KEPT_STEPS = 16
+"""Joined batches that are kept, the last ones asked for: workers of unequal speed are some steps apart."""
 
 
 class Dealer:
@@ -22,6 +24,7 @@ class Dealer:
         self.batch = batch
         self.seed = seed
         self.epochs: dict[int, NDArray[np.int64]] = {}
+        self.steps: dict[int, NDArray[np.int64]] = {}
 
     def deal(self, worker: int, step: int) -> NDArray[np.int64]:
         """The samples of one worker's step."""
@@ -29,6 +32,15 @@ class Dealer:
 
     def joined(self, step: int) -> NDArray[np.int64]:
         """The samples of all workers' step together."""
+        samples = self.steps.pop(step, None)
+        if samples is None:
+            samples = self._join(step)
+            if len(self.steps) >= KEPT_STEPS:
+                del self.steps[next(iter(self.steps))]
+        self.steps[step] = samples
+        return samples
+
+    def _join(self, step: int) -> NDArray[np.int64]:
         first, count = step * self.workers * self.batch, self.workers * self.batch
         parts = []
         while count:

@@ -42,6 +42,7 @@ class TestTextForm:
         ("text", "line"),
         [
             ("bsp@0,ssp", "'bsp@0,ssp': each policy needs its iteration, as bsp@0,ssp:staleness=3@100"),
+            ("bsp@0,", "'bsp@0,': each policy needs its iteration, as bsp@0,ssp:staleness=3@100"),
             ("bsp@1", "bsp@1: the first policy begins @0, each other at a later iteration"),
             ("bsp@0,asp@0", "bsp@0,asp@0: the first policy begins @0, each other at a later iteration"),
             ("waiting+bsp", "waiting:delay_s=0.02,base=asp cannot be one of several policies: it says what workers do, "

@@ -14,7 +14,7 @@ from paceline.core.messages import Members
 from paceline.core.policy import Policy
 from paceline.core.spec import Spec, parameter
 from paceline.errors import ConfigError
-from paceline.policies import ASP, BSP, CATALOGUE, SSP, Backup, parse
+from paceline.policies import ASP, BSP, CATALOGUE, PSSP, SSP, Backup, parse
 
 KNOWN = "bsp, asp, ssp, dssp, pssp, backup, deadline, waiting, scheduled"
 repeatable = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -84,6 +84,7 @@ class TestThereAndBack:
             ("  ssp : staleness = 2 ", SSP(staleness=2)),
             ("bsp()", BSP()),
             ("backup:extra=4", Backup(extra=4)),
+            ("pssp:staleness=3,probability=0.25", PSSP(staleness=3, c=0.25)),
         ],
     )
     def test_spellings(self, text: str, policy: Policy) -> None:

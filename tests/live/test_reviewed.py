@@ -43,10 +43,10 @@ def life() -> int:
 
 def kill_server(driver: Driver) -> None:
     """Kill the last server, and return when it is back."""
-    lives = driver.server_lives[-1]
+    lives = driver.servers.lives[-1]
     server = next(c for c in driver.children.values() if c.role == "server" and c.rank == driver.members.servers - 1)
     server.kill()
-    while driver.server_lives[-1] == lives or len(driver.servers_configured) < driver.members.servers:
+    while driver.servers.lives[-1] == lives or not driver.servers.all_configured:
         time.sleep(0.005)
 
 

@@ -109,7 +109,7 @@ def test_the_whole_page(four):
     assert parsed.count("button") == 4
     assert parsed.count("rect", **{"class": "dead"}) == 4
     assert parsed.count("rect", **{"class": "wait"}) > 50
-    assert "lost, 1.00 s from 5.00 s" in source
+    assert "gone, 1.00 s from 5.00 s" in source
     assert re.search(r"waiting after iteration \d+, [^<]+: iteration \d+ lacks [^<]+; released by worker", source)
     assert render(four, TARGET) == source
 

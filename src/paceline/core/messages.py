@@ -127,8 +127,8 @@ class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
     number: int
     stops: tuple[tuple[int, int, int], ...]
-    due_s: float
-    wait_s: float
+    due_s: float = 0.0
+    wait_s: float = 0.0
 
 
 ToScheduler = Pull | Rise | Notify

@@ -24,9 +24,12 @@ from paceline.errors import ConfigError
 S = TypeVar("S", bound="Spec")
 
 
-def parameter(default: Any, *, low: float | None = None, high: float | None = None, doc: str) -> Any:
-    """Declare a field of a `Spec`: its default, its range (both ends allowed) and what it means."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc})
+def parameter(default: Any, *, low: float | None = None, high: float | None = None, doc: str, also: str = "") -> Any:
+    """Declare a field of a `Spec`: its default, its range (both ends allowed) and what it means.
+
+    `also` is a second name by which a text may call it, where the paper's is a single letter.
+    """
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc, "also": also})
 
 
 def option(default: Any, *, low: float | None = None, high: float | None = None, doc: str) -> Any:
@@ -106,10 +109,14 @@ def build(cls: type[S], arguments: Mapping[str, str]) -> S:
     fields = {field.name: field for field in text_fields(cls)}
     types_of = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for key, text in arguments.items():
+    called = {field.metadata["also"]: key for key, field in fields.items() if field.metadata.get("also")}
+    for given, text in arguments.items():
+        key = called.get(given, given)
         if key not in fields:
             known = ", ".join(fields) or "none"
             raise ConfigError(f"{cls.name} has no parameter {key!r} (it has: {known})")
+        if key in values:
+            raise ConfigError(f"{cls.name}: {given} and {key} are the same, give one of them")
         values[key] = _read(text, types_of[key], f"{cls.name}:{key}", fields[key])
     return cls(**values)
 

@@ -56,7 +56,7 @@ def parse_switch(text: str) -> Switch:
             break
         phases.append((central(parse_mix(phase[1])), int(phase[2])))
         end = phase.end()
-    if end != len(text):
+    if end != len(text) or text.rstrip().endswith(","):
         raise ConfigError(f"{text!r}: each policy needs its iteration, as bsp@0,ssp:staleness=3@100")
     return Switch(tuple(phases))
 

@@ -41,7 +41,9 @@ class PSSP(CentralPolicy):
     on_arrival: ClassVar[bool] = True
 
     staleness: int = parameter(3, low=0, doc="how many iterations a worker may be ahead without being asked to wait")
-    c: float | None = parameter(None, low=0, high=1, doc="constant probability of waiting (0.3 if nothing is given)")
+    c: float | None = parameter(
+        None, low=0, high=1, doc="constant probability of waiting (0.3 if none is given)", also="probability"
+    )
     alpha: float | None = parameter(None, low=0, doc="dynamic: probability alpha / (1 + e^(staleness - gap))")
     significance: bool = option(False, doc="dynamic, with alpha = |g|/|w| of the worker's last push")
     apart: bool = option(False, doc="each shard throws its own coin, as in the paper")

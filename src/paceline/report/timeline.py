@@ -26,7 +26,7 @@ WORDS: dict[Kind, str] = {
     "compute": "computing",
     "wait": "waiting for others",
     "exchange": "push and pull on the way",
-    "dead": "lost",
+    "dead": "gone: done or lost",
 }
 
 
@@ -149,7 +149,7 @@ def describe(span: Span) -> str:
     """What the pointer shows."""
     when = _when(span.start_s, span.end_s)
     if span.kind == "dead":
-        return f"lost, {when}"
+        return f"gone, {when}"
     if span.kind == "compute":
         return f"iteration {span.iteration}, {when}"
     after = f"after iteration {span.iteration}" if span.iteration >= 0 else "starting"

@@ -197,7 +197,10 @@ def claims_of_times(results: Results) -> list[Claim]:
     many, few = [size for size in timed if size[0] >= 1000], [size for size in timed if size[0] < 1000]
     made = []
     for claim, faster, slower, sizes, remark in (
-        ("ZipLine is one or two orders faster than FullGridScan", "ZipLine", "FullGridScan", scanned, ""),
+        (
+            "ZipLine is one or two orders faster than FullGridScan", "ZipLine", "FullGridScan", scanned,
+            "by less: numpy does FullGridScan's inner loops",
+        ),
         (
             "ZipLineOpt is faster than ZipLine", "ZipLineOpt", "ZipLine", timed,
             "Algorithm 2 as printed looks at a candidate only where ZipLineOpt would, and need not search for a worker",
@@ -212,9 +215,8 @@ def claims_of_times(results: Results) -> list[Claim]:
         paper = [TABLE_4[slower][place] / TABLE_4[faster][place] for place in places]
         ours = [results[size][slower].us / results[size][faster].us for size in sizes]
         holds = all(ratio > 1 for ratio in ours)
-        made.append(
-            Claim(claim, times_as_fast(paper, sizes), times_as_fast(ours, sizes), holds, "" if holds else remark)
-        )
+        said = remark if min(ours, default=0) < min(paper, default=0) else ""
+        made.append(Claim(claim, times_as_fast(paper, sizes), times_as_fast(ours, sizes), holds, said))
     return made
 
 

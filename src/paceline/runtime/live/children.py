@@ -139,3 +139,10 @@ def _spawn(
 
 def _collect(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def how(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}" if code else "ended"

@@ -72,7 +72,7 @@ class Scheduling(SchedulerCarrier):
                 self.waits.pop(message.worker, None)
                 self.driver.tell_worker(message.worker, message.incarnation, wire.Told(message))
             case Plan() as plan:
-                self.driver.tell_server(action.to.rank, wire.Planned(plan))
+                self.driver.servers.tell(action.to.rank, wire.Planned(plan))
             case _:
                 raise NoSuchAction(f"a scheduler cannot {action}")
 

@@ -93,7 +93,7 @@ class Watchman:
         limit = self.care.timeout_s
         if limit is not None and waited > limit:
             raise RunFailed(f"the run did not end within {limit:g} s")
-        there, wanted = self.driver.servers_there, self.driver.members.servers
+        there, wanted = self.driver.servers.there, self.driver.servers.count
         if not self.driver.begun and len(there) < wanted and waited > SERVERS_READY_S:
             missing = min(set(range(wanted)) - there)
             raise RunFailed(f"server {missing} did not start within {SERVERS_READY_S:g} s")

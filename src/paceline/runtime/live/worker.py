@@ -1,14 +1,13 @@
 """The worker's side of a live run, inside the user's process: its machine, its segment, its links.
 
-`begin` describes the model to the driver and returns when the first parameters are there. `exchange` hands a
-gradient in and returns when the parameters of the next iteration are there: one message to each shard, one
-answer from each. The links are read only here, in the thread that calls `step`.
+`begin` (`joining.py`) describes the model to the driver and returns when the first parameters are there.
+`exchange` hands a gradient in and returns when the parameters of the next iteration are there: one message to
+each shard, one answer from each. The links are read only here, in the thread that calls `step`.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,39 +17,31 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline import cluster, policies
 from paceline.core.actions import Compute, Send, SetTimer
-from paceline.core.events import (
-    GradientReady,
-    ParametersArrived,
-    ReleaseArrived,
-    ResyncArrived,
-    TimerFired,
-    ViewChanged,
-)
-from paceline.core.messages import Node, Notify, Parameters, Pull, Push, Release, Resync
+from paceline.core.events import GradientReady, ParametersArrived, ReleaseArrived, ResyncArrived, TimerFired
+from paceline.core.messages import Notify, Parameters, Pull, Push, Release, Resync
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import NoSuchAction, Seat, WorkerCarrier
-from paceline.runtime.live import memory, wire
+from paceline.runtime.live import joining, wire
 from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.hands import Hands
+from paceline.runtime.live.hindering import Hindrance
 from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.segments import Segments
 from paceline.runtime.live.sockets import Link, Waiter, server_path
+from paceline.runtime.live.staging import Transfer
 from paceline.tensors import state
-from paceline.tensors.layout import Layout, flatten
-from paceline.tensors.optimizers import THERE, Hyper, State
+from paceline.tensors.layout import Layout
+from paceline.tensors.optimizers import Hyper, State
 
 IDLE_S = 0.2
 PATIENCE_S = 5.0
 """How long a worker that was told to stop waits for the answer to its last push."""
-BEGUN = "begun"
-"""A file that is there once the run has begun: then worker 0, should it come again, is a joiner like any other."""
 HEAR_S = 0.05
 """How long a worker may take to hear the driver: asking costs as much as a small exchange's arithmetic."""
 
@@ -86,15 +77,17 @@ class LiveWorker(WorkerCarrier):
         self.pushed: Sequence[Tensor | None] = ()
         """The gradient in it."""
         self.sent_hyper: tuple[Hyper, ...] | None = None
-        self.scenario = cluster.from_table(self.config.cluster) if self.config.cluster is not None else None
-        faults = self.scenario.faults if self.scenario is not None and incarnation == 0 else ()
-        self.faults = [f for f in faults if f.worker == rank and f.at_iteration is not None]
-        self.slow_link = self.scenario.link(rank) if self.scenario is not None else None
-        if self.scenario is not None:
-            self.slowdown = self.scenario.slowdowns(rank, self.config.members.workers, self.config.seed)
+        self.hindrance = Hindrance(self.config, rank, incarnation)
         self.pid = os.getpid()
-        self.layout: Layout
         self.overlap: Overlap | None = None
+        # What `begin` adds.
+        self.model: Described
+        self.layout: Layout
+        self.slice_bytes: tuple[int, ...]
+        self.segments: Segments
+        self.transfer: Transfer
+        self.changes: list[int]
+        """How often each tensor had been written to when its parameters came."""
         self.machine: Worker
         self.seat: Seat
         self.trace: TraceFile
@@ -115,90 +108,7 @@ class LiveWorker(WorkerCarrier):
         """
         if hasattr(self, "model"):
             raise PacelineError("a worker has one paceline.Optimizer: give it all parameters, in groups if need be")
-        self.model = model
-        self.layout = layout = model.layout
-        tensors, optimizer = model.tensors, model.optimizer
-        self.segments = Segments(self.folder, self.rank, self.incarnation, layout, tensors, overlap)
-        self.transfer = self.segments.transfer
-        self.slice_bytes = layout.slice_bytes(self.config.members.servers)
-        lead = self.rank == 0 and not (self.folder / BEGUN).exists()
-        if lead:
-            for file in (
-                memory.WHOLE,
-                memory.AVERAGE,
-                "initial-state",
-            ):  # of a worker 0 that failed before the run began
-                (self.folder / file).unlink(missing_ok=True)
-            flatten(tensors, layout.views(memory.create(self.folder / memory.WHOLE, layout)))
-            if optimizer.extras.ema is not None:
-                memory.create(self.folder / memory.AVERAGE, layout)
-            if model.state[THERE].any():
-                save_file(model.state, self.folder / "initial-state")
-            save_file(contiguous(model.others), self.folder / "others")
-        self.sent_hyper = optimizer.groups
-        self.driver.send(
-            wire.encode(
-                wire.Describe(
-                    self.rank,
-                    self.incarnation,
-                    model.digest(policy),
-                    layout if lead else None,
-                    optimizer if lead else None,
-                    str(policy) if policy is not None else None,
-                    model.aliases,
-                )
-            )
-        )
-        begin = self.await_begin()
-        self.hands.open()
-        if not lead or begin.resumed:
-            self.take_others()
-        self.epoch_s = begin.epoch_s
-        members = self.config.members
-        self.servers = [
-            Link(server_path(self.folder, shard, life), self.name) for shard, life in enumerate(begin.lives)
-        ]
-        machine = policies.parse(begin.policy).machine("worker", self.rank, members, self.config.seed)
-        assert isinstance(machine, Worker)
-        self.machine = machine
-        node = Node("worker", self.rank)
-        self.trace = TraceFile(Path(self.config.output), node, self.incarnation)
-        self.seat = Seat(node, self.incarnation, machine, self, self.trace.write)
-        self.seat.tell(ViewChanged(self.now(), begin.view))
-        self.flush()
-        self.await_parameters()
-        self.segments.adopt()
-        self.changes = [tensor._version for tensor in tensors]
-        if overlap:
-            self.overlap = Overlap(tensors, [entry.name for entry in layout.entries], self.transfer)
-        if begin.hyper is not None:
-            self.sent_hyper = begin.hyper
-        return begin.hyper
-
-    def take_others(self) -> None:
-        """What is not trained (frozen parameters, buffers) starts as worker 0 has it."""
-        theirs = load_file(self.folder / "others")
-        strange = theirs.keys() ^ self.model.others.keys()
-        if strange:
-            raise PacelineError(
-                f"{min(strange)}, which is not trained, is not there on every worker or in the checkpoint: "
-                "build the same model everywhere"
-            )
-        with torch.no_grad():
-            for name, tensor in self.model.others.items():
-                tensor.copy_(theirs[name])
-
-    def await_begin(self) -> wire.Begin:
-        while True:
-            self.waiter.wait(IDLE_S)
-            while (message := self.driver.receive()) is not None:
-                match wire.decode_to_worker(message):
-                    case wire.Begin() as begin:
-                        return begin
-                    case wire.Refuse(reason):
-                        raise PacelineError(reason)
-                    case wire.Stop():
-                        raise Stopped
+        return joining.join(self, model, policy, overlap)
 
     def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
         """Push a gradient; return when the model holds the parameters of the next iteration."""
@@ -390,27 +300,13 @@ class LiveWorker(WorkerCarrier):
 
     def slow_down(self, started: float) -> None:
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
-        if self.scenario is not None:
-            took = time.monotonic() - started
-            known = self.scenario.undisturbed_s()
-            undisturbed = took if known is None else known
-            remaining = self.slowdown() * undisturbed - took
-            if remaining > 0:
-                time.sleep(remaining)
-        for fault in [f for f in self.faults if self.machine.iteration >= (f.at_iteration or 0)]:
-            self.faults.remove(fault)
-            if fault.kind in ("crash", "restart"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif fault.kind == "leave":
-                raise Stopped
-            elif fault.kind == "pause":
-                time.sleep(fault.for_s)
+        self.hindrance.slow_down(started)
+        self.hindrance.strike(self.machine.iteration)
         self.pass_slow_link()
 
     def pass_slow_link(self) -> None:
-        """A scenario's slow connection: a gradient takes its time on it before it is pushed, an answer after."""
-        if self.slow_link is not None:
-            time.sleep(self.slow_link.seconds(sum(self.slice_bytes)))
+        """A scenario's slow connection takes its time."""
+        self.hindrance.pass_link(sum(self.slice_bytes))
 
     def log(self, values: dict[str, float]) -> None:
         started = hasattr(self, "machine")

@@ -1,0 +1,50 @@
+"""A scenario in a live worker: iterations take as long as it says, faults at an iteration strike, links are slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from paceline import cluster
+from paceline.runtime.live import wire
+from paceline.runtime.live.process import Stopped
+
+
+class Hindrance:
+    """What the scenario of a run does to worker `rank` in this life of it."""
+
+    def __init__(self, config: wire.LiveConfig, rank: int, incarnation: int) -> None:
+        self.scenario = cluster.from_table(config.cluster) if config.cluster is not None else None
+        faults = self.scenario.faults if self.scenario is not None and incarnation == 0 else ()
+        self.faults = [f for f in faults if f.worker == rank and f.at_iteration is not None]
+        self.link = self.scenario.link(rank) if self.scenario is not None else None
+        if self.scenario is not None:
+            self.slowdown = self.scenario.slowdowns(rank, config.members.workers, config.seed)
+
+    def slow_down(self, started: float) -> None:
+        """Make the iteration that began at `started` as long as the scenario says."""
+        if self.scenario is None:
+            return
+        took = time.monotonic() - started
+        known = self.scenario.undisturbed_s()
+        undisturbed = took if known is None else known
+        remaining = self.slowdown() * undisturbed - took
+        if remaining > 0:
+            time.sleep(remaining)
+
+    def strike(self, iteration: int) -> None:
+        """Let the faults of this iteration, or of one that was skipped, happen."""
+        for fault in [f for f in self.faults if iteration >= (f.at_iteration or 0)]:
+            self.faults.remove(fault)
+            if fault.kind in ("crash", "restart"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "leave":
+                raise Stopped
+            elif fault.kind == "pause":
+                time.sleep(fault.for_s)
+
+    def pass_link(self, nbytes: int) -> None:
+        """A slow connection: a gradient takes its time on it before it is pushed, an answer after."""
+        if self.link is not None:
+            time.sleep(self.link.seconds(nbytes))

@@ -1,0 +1,126 @@
+"""The driver's care of the servers: they are started, configured, told the views, and restarted when they die."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.errors import RunFailed
+from paceline.runtime.live import wire
+from paceline.runtime.live.children import Child, how, start_server
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import Driver
+
+LAST_WORDS_S = 0.2
+
+
+class Servers:
+    def __init__(self, driver: Driver, count: int) -> None:
+        self.driver = driver
+        self.count = count
+        self.there: set[int] = set()
+        self.configured: set[int] = set()
+        self.finished: set[int] = set()
+        self.lives = [0] * count
+        """How often each was restarted."""
+
+    @property
+    def all_there(self) -> bool:
+        """The processes have started."""
+        return len(self.there) == self.count
+
+    @property
+    def all_configured(self) -> bool:
+        """False while one is being restarted: what it is told now would be lost."""
+        return len(self.configured) == self.count
+
+    @property
+    def all_finished(self) -> bool:
+        return len(self.finished) == self.count
+
+    def start(self) -> None:
+        for shard in range(self.count):
+            self._start(shard)
+
+    def _start(self, shard: int) -> None:
+        self.driver.adopt(start_server(self.driver.folder.path, shard, self.lives[shard]))
+
+    def configure(self) -> None:
+        for shard in range(self.count):
+            self._configure(shard)
+
+    def _configure(self, shard: int) -> None:
+        driver = self.driver
+        lead = driver.lead
+        assert lead is not None
+        assert lead.layout is not None
+        assert lead.optimizer is not None
+        optimizer, hyper = lead.optimizer, driver.watchman.hyper
+        if hyper is not None:  # a server that is restarted goes on with what schedulers have changed
+            optimizer = msgspec.structs.replace(optimizer, groups=hyper)
+        checkpoint = driver.keeper.last if driver.keeper is not None else None
+        every = driver.plan.keeping.every_updates if driver.plan.keeping is not None else None
+        configure = wire.Configure(
+            str(driver.policy), lead.layout, optimizer, driver.epoch_s,
+            str(checkpoint) if checkpoint is not None else None, every,
+        )  # fmt: skip
+        self.tell(shard, configure)
+
+    def ready(self, ready: wire.Ready) -> None:
+        driver = self.driver
+        if not ready.configured:
+            self.there.add(ready.shard)
+            if driver.begun:
+                self._configure(ready.shard)
+            return
+        self.configured.add(ready.shard)
+        if driver.begun:
+            view = driver.authority.view()
+            self.tell(ready.shard, wire.NewView(view))
+            for rank, incarnation in view.members:
+                driver.tell_worker(rank, incarnation, wire.Reopened(ready.shard, self.lives[ready.shard]))
+
+    def ended(self, child: Child, code: int) -> None:
+        """A server's process is gone: it was asked to finish, or it is restarted from the last checkpoint."""
+        driver = self.driver
+        if code == 0 and driver.asked_to_finish:
+            self._hear_last_words(child)
+        if child.rank in self.finished:
+            return
+        checkpoint = driver.keeper.last if driver.keeper is not None else None
+        if driver.asked_to_finish or not driver.begun or checkpoint is None:
+            raise RunFailed(
+                f"{child} {how(code)} and there is no checkpoint to restart it from: "
+                "the run cannot go on without its part of the model"
+            )
+        driver.say(f"{child} {how(code)}; restarting it from {checkpoint}: its updates since then are lost")
+        assert driver.keeper is not None
+        if driver.keeper.under_way is not None:
+            driver.keeper.give_up(f"{child} {how(code)}")
+        self.there.discard(child.rank)
+        self.configured.discard(child.rank)
+        self.lives[child.rank] += 1
+        self._start(child.rank)
+
+    def _hear_last_words(self, server: Child) -> None:
+        """It ended as asked; that it said so may be noticed after that it is gone."""
+        until = time.monotonic() + LAST_WORDS_S
+        while server.rank not in self.finished and time.monotonic() < until:
+            self.driver.waiter.wait(LAST_WORDS_S / 20)
+            self.driver.hear_all()
+
+    def order_checkpoint(self, folder: Path) -> dict[int, int]:
+        """Have all write their parts; the samplers' epochs at this moment."""
+        self.tell_all(wire.Checkpoint(str(folder)))
+        return self.driver.decks.unfinished()
+
+    def tell_all(self, message: wire.ToServer) -> None:
+        for shard in range(self.count):
+            self.tell(shard, message)
+
+    def tell(self, shard: int, message: wire.ToServer) -> None:
+        self.driver.listener.send(b"server:%d" % shard, wire.encode(message))
