@@ -15,6 +15,7 @@ from paceline.core.machine import Machine
 from paceline.core.messages import Node
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
+from paceline.report.barriers import Barrier, barriers, totals
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
 from paceline.report.metrics import Metrics, measure, spans
@@ -97,6 +98,11 @@ class Run:
     def metrics(self) -> Metrics:
         return measure(self.trace, self.time_s)
 
+    @cached_property
+    def barriers(self) -> list[Barrier]:
+        """The planned barriers that were reached; none under a policy that does not plan."""
+        return barriers(self.trace)
+
     @property
     def imbalance(self) -> float:
         """How many times the mean the largest server's slice is; 1 when all are equal."""
@@ -141,6 +147,7 @@ class Run:
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+            **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 
@@ -150,7 +157,9 @@ class Run:
             {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
             for point in self.history
         ]
-        return RunView(self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s))
+        return RunView(
+            self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s), self.barriers
+        )
 
     def report(self, path: str | Path) -> Path:
         """Write the HTML report of this run."""

@@ -30,6 +30,7 @@ POLICIES = [
     "waiting:delay_s=0.05,base=bsp",
     "scheduled",
     "scheduled:base=ssp(staleness=2)",
+    "elastic:lookahead=4",
     "ssp:staleness=1+backup:extra=1",
     "asp@0,bsp@10",
 ]

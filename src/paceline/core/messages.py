@@ -121,11 +121,14 @@ class Resync(Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """The scheduler tells the shards where each worker is to stop next: (worker, incarnation, iteration), by rank.
 
-    A plan is complete; only one with a larger `number` than the last counts.
+    A plan is complete; only one with a larger `number` than the last counts. `due_s` is when the last of them is
+    predicted to be there, and `wait_s` for how long the first will have waited: for those who read the trace.
     """
 
     number: int
     stops: tuple[tuple[int, int, int], ...]
+    due_s: float = 0.0
+    wait_s: float = 0.0
 
 
 ToScheduler = Pull | Rise | Notify

@@ -123,9 +123,9 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"notice of worker {name(asker(thing))} at iteration {iteration}"
         case Resync(iteration=iteration):
             return f"re-sync of worker {name(asker(thing))} in iteration {iteration}"
-        case Plan(number, stops):
+        case Plan(number, stops, due_s, wait_s):
             where = ", ".join(f"{name((worker, life))} at {stop}" for worker, life, stop in stops)
-            return f"plan {number}: workers stop, {where}"
+            return f"plan {number}: workers stop, {where}, by {due_s:.3g} s and waiting {wait_s:.3g} s at most"
         case AbortCompute(iteration, attempt):
             return f"abort attempt {attempt} at iteration {iteration}"
         case Compute(iteration):

@@ -21,6 +21,7 @@ from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
 from paceline.policies.deadline import Deadline
 from paceline.policies.dssp import DSSP
+from paceline.policies.elastic import ElasticBSP
 from paceline.policies.hop import Hop
 from paceline.policies.pssp import PSSP
 from paceline.policies.scheduled import Scheduled
@@ -29,7 +30,8 @@ from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled, Hop, ADPSGD)
+    policy.name: policy
+    for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, ElasticBSP, Waiting, Scheduled, Hop, ADPSGD)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -109,6 +111,7 @@ __all__ = [
     "Backup",
     "CentralPolicy",
     "Deadline",
+    "ElasticBSP",
     "Hop",
     "Mix",
     "Policy",

@@ -12,6 +12,7 @@ from paceline.reproductions.backup_choice import BackupChoice
 from paceline.reproductions.backup_staleness import BackupStaleness
 from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Claim, Findings, Reproduction
+from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
@@ -27,6 +28,7 @@ CATALOGUE: dict[str, type[Reproduction]] = {
         FluentPSPSSP,
         FluentPSLazy,
         ZipLineSearch,
+        ElasticBSPs,
     )
 }
 
