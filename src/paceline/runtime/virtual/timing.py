@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import (
+    ComputeAborted,
     GradientReady,
     ParametersArrived,
     PlanArrived,
@@ -146,6 +147,8 @@ class TimedWorker(WorkerCarrier):
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
         self.tell = self.seat.tell
+        self.aborted: tuple[int, int] | None = None
+        """The last computation that was given up: its end, when it comes, is of no interest."""
         self.take: Callable[[ParametersArrived], None] = self.tell
         """What has come from a server, as far as the server is concerned."""
 
@@ -153,7 +156,16 @@ class TimedWorker(WorkerCarrier):
         if action.iteration < self.iterations:
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
-            self.engine.tell(done, COMPUTE, self.tell, ready)
+            self.engine.tell(done, COMPUTE, self.finish, ready)
+
+    def finish(self, ready: GradientReady) -> None:
+        if self.aborted != (ready.iteration, ready.attempt):
+            self.tell(ready)
+
+    def abort_compute(self, action: AbortCompute) -> None:
+        now = self.engine.now
+        self.aborted = (action.iteration, action.attempt)
+        self.engine.tell(now, COMPUTE, self.tell, ComputeAborted(now, action.iteration, action.attempt))
 
     def send(self, action: Send) -> None:
         server, message, engine = self.timing.servers[action.to.rank], action.message, self.engine
