@@ -246,7 +246,7 @@ class Algorithm2:
         self.m = workers
         self.fixed = fixed
         self.history: list[tuple[float, int]] = []
-        self.epoch: list[tuple[float, int]] = []
+        self.epoch: set[int] = set()
         self.timer: dict[int, tuple[float, float, Speculation, int]] = {}
         """worker -> when it was set, when it is due, what was in force, the iteration."""
 
@@ -256,7 +256,7 @@ class Algorithm2:
     def notified(self, at: float, worker: int, iteration: int) -> None:
         in_force = self.fixed if self.fixed is not None else self.tuned
         self.history.append((at, worker))
-        self.epoch.append((at, worker))
+        self.epoch.add(worker)
         self.timer.pop(worker, None)
         if in_force is not None:
             self.timer[worker] = (at, at + in_force.abort_time_s, in_force, iteration)
@@ -266,11 +266,11 @@ class Algorithm2:
 
     def tune(self) -> None:
         own = {worker: [at for at, who in self.history if who == worker] for worker in range(self.m)}
-        if {who for _, who in self.epoch} != set(own) or min(map(len, own.values())) < 2:
+        if self.epoch != set(own) or min(map(len, own.values())) < 2:
             return
         last = {worker: (times[-2], times[-1] - times[-2]) for worker, times in own.items()}
-        self.tuned = cubic(self.epoch, {worker: Iteration(*began) for worker, began in last.items()})
-        self.epoch = []
+        self.tuned = cubic(self.history, {worker: Iteration(*began) for worker, began in last.items()})
+        self.epoch = set()
 
     def fire(self, now: float) -> set[tuple[int, int]]:
         told = set()
@@ -359,15 +359,17 @@ class RemembersTooLittle(Speculator):
     def forget(self) -> None:
         self.times.clear()
         self.workers.clear()
-        self.epoch_from = 0
 
 
-class TunesOnTwoEpochs(Speculator):
-    def forget(self) -> None:
-        """The notices of the epoch before stay in."""
+class TunesTooOften(Speculator):
+    """Does not wait until everybody has given notice again."""
+
+    def settle(self) -> None:
+        self.missing.clear()
+        super().settle()
 
 
-@pytest.mark.parametrize("broken", [OpenOnTheRight, CountsItself, RemembersTooLittle, TunesOnTwoEpochs])
+@pytest.mark.parametrize("broken", [OpenOnTheRight, CountsItself, RemembersTooLittle, TunesTooOften])
 def test_a_broken_scheduler_is_seen(broken: type[Speculator]) -> None:
     draw = random.Random(0)
     with pytest.raises(AssertionError):  # noqa: PT012

@@ -37,7 +37,7 @@ def cubic(pushes: Pushes, iterations: dict[int, Iteration]) -> Speculation | Non
     best, found = 0.0, None
     for D in sorted(candidates):
         F = improvement(D, pushes, iterations)
-        if F > best:
+        if best < F:
             best, found = F, Speculation(D, D * (m - 1) / (T * m))
     return found
 

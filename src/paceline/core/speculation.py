@@ -61,7 +61,8 @@ class Notices(NamedTuple):
 
 
 Tune = Callable[[Notices, Mapping[int, Iteration]], Speculation | None]
-"""The notices of the last epoch and the last iteration of each live worker -> what to do in the next, or nothing."""
+"""Each live worker's last iteration, and all notices since the first of them began -> what to do from now on, if
+anything."""
 
 
 class SpeculativeWorker(Worker):
@@ -129,9 +130,7 @@ class Speculator(Machine):
         """The live members and their incarnations."""
         self.times: list[float] = []
         self.workers: list[int] = []
-        """When notice was given, and by whom: those of this epoch, and older ones that a watch still needs."""
-        self.epoch_from = 0
-        """The place of this epoch's first notice in `times`."""
+        """When notice was given, and by whom, as far back as a watch or the next tuning looks."""
         self.newest: dict[int, tuple[Notify, float]] = {}
         """The last notice of each worker, and when."""
         self.iterations: dict[int, Iteration] = {}
@@ -195,23 +194,21 @@ class Speculator(Machine):
         if self.missing or not self.incarnations or self.iterations.keys() != self.incarnations.keys():
             return
         if self.tune is not None:
-            notices = Notices(self.times[self.epoch_from :], self.workers[self.epoch_from :])
-            self.in_force = self.tune(notices, self.iterations)
+            self.in_force = self.tune(Notices(self.times, self.workers), self.iterations)
         self.missing = set(self.incarnations)
         self.forget()
 
     def forget(self) -> None:
-        """Keep what somebody may still ask for: an epoch's notices are not needed once it is over."""
-        oldest = min((watch.since_s for watch in self.watches.values()), default=None)
-        gone = len(self.times) if oldest is None else bisect_right(self.times, oldest)
+        """Keep what somebody may still ask for: the iterations that are complete next time have begun by now."""
+        begun_s = min(self.newest[worker][1] for worker in self.incarnations)
+        oldest_s = min((watch.since_s for watch in self.watches.values()), default=begun_s)
+        gone = bisect_right(self.times, min(begun_s, oldest_s))
         del self.times[:gone], self.workers[:gone]
-        self.epoch_from = len(self.times)
 
     def check(self) -> None:
         require(len(self.times) == len(self.workers), "each notice has a time and a worker")
         require(self.missing <= self.incarnations.keys(), f"{self.missing} are waited for, but some are no members")
         require(self.iterations.keys() <= self.incarnations.keys(), "iterations are kept of members only")
-        require(0 <= self.epoch_from <= len(self.times), "an epoch begins among the notices that are kept")
 
 
 def place(notice: Notify) -> tuple[int, int]:

@@ -39,9 +39,7 @@ class SpecSync(Around):
     paper: ClassVar[str] = "000 (speculative synchronization)"
     has_scheduler: ClassVar[bool] = True
 
-    base: str = parameter(
-        "asp", doc="the policy that decides who waits: asp, or one of ssp's kind, as ssp(staleness=3)"
-    )
+    base: str = parameter("asp", doc="the policy that decides who waits: asp, or of ssp's kind, as ssp(staleness=3)")
     abort_time: float | None = option(None, low=0, doc="seconds after which an iteration is looked at; tuned if none")
     abort_rate: float | None = option(None, low=0, doc="pushes by others, as a share of m, that end it; tuned if none")
 

@@ -6,7 +6,7 @@ pulls come evenly: that is lost. Over all workers (equation 7)
 
     F(D) = #{(i, j): owner(j) != i, 0 < t_j - p_i <= D}  -  D * (m - 1) * sum_i 1/T_i
 
-with p_i the beginning of worker i's last complete iteration, T_i its span and t_j the pushes of the last epoch.
+with p_i the beginning of worker i's last complete iteration, T_i its span and t_j the pushes since then.
 ABORT_TIME is the D with the largest F, at most half the mean span (the range in which the paper picks by hand), and
 ABORT_RATE what an iteration must uncover to be worth its own loss: D * (m - 1) / (T * m). If no F is positive there
 is nothing to gain, and nobody speculates in the next epoch.
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.speculation import Iteration, Notices, Speculation
 
@@ -35,7 +36,7 @@ def tune(notices: Notices, iterations: Mapping[int, Iteration]) -> Speculation |
     m = len(iterations)
     span_s = sum(iteration.span_s for iteration in iterations.values()) / m
     lost_per_s = (m - 1) * sum(1 / iteration.span_s for iteration in iterations.values())
-    times, workers = np.asarray(notices.times, dtype=float), np.asarray(notices.workers, dtype=int)
+    times, workers = np.asarray(notices.times, dtype=np.float64), np.asarray(notices.workers, dtype=np.int64)
     parts = [missed_by(worker, iterations[worker], times, workers, LARGEST * span_s) for worker in iterations]
     differences = np.sort(np.concatenate(parts))
     if not differences.size:
@@ -50,11 +51,11 @@ def tune(notices: Notices, iterations: Mapping[int, Iteration]) -> Speculation |
 
 
 def missed_by(
-    worker: int, iteration: Iteration, times: np.ndarray, workers: np.ndarray, at_most_s: float
-) -> np.ndarray:
+    worker: int, iteration: Iteration, times: NDArray[np.float64], workers: NDArray[np.int64], at_most_s: float
+) -> NDArray[np.float64]:
     """How long after the worker had begun each push of others came that came within `at_most_s`."""
-    # One more on the right than the sum says: what counts is the difference, and that is rounded otherwise.
+    # A little beyond the end: what counts is the difference, and that is rounded otherwise than the sum.
     first = int(np.searchsorted(times, iteration.began_s, "right"))
     last = int(np.searchsorted(times, iteration.began_s + 1.001 * at_most_s, "right"))
-    after = times[first:last][workers[first:last] != worker] - iteration.began_s
+    after: NDArray[np.float64] = times[first:last][workers[first:last] != worker] - iteration.began_s
     return after[after <= at_most_s]

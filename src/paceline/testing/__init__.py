@@ -10,8 +10,8 @@ takes as long as it likes. With `faults`, workers are killed: what they had sent
 off after a random prefix of each link; what they had not sent never does. Some are only *thought* dead and go on.
 The same rank comes back under the next incarnation, often before anybody noticed that it had gone, and new
 ranks join. One authority numbers the views; each receiver gets each view after a delay of its own, so a join
-overtakes a loss. A push may arrive twice, the second time much later; so may a pull, a notice and a re-sync. A slice may be rejected. A
-worker that is to compute iteration `iterations` is done and leaves.
+overtakes a loss. A push may arrive twice, the second time much later; so may a pull, a notice and a re-sync. A slice
+may be rejected. A worker that is to compute iteration `iterations` is done and leaves.
 
 Timers fire when they are due. A policy that wants the significance of pushes is given random ones.
 
