@@ -133,6 +133,7 @@ class Run:
             "staleness": metrics.staleness,
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
+            **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from paceline.report.aborts import abort_table
 from paceline.report.charts import legend, line_chart
 from paceline.report.markup import plural, tag, text
 from paceline.report.tables import cause_table, config_table, reason_table, summary_table
@@ -42,6 +43,7 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
         ("Learning", curves if charts else _note("No evaluation was recorded.")),
         ("Who did what, when", lanes(runs)),
         ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),
+        *((("What was begun again", abort_table(runs)),) if any(run.summary.get("aborts") for run in runs) else ()),
         ("Configuration", config_table(config)),
     )
     body = tag("header", header)
