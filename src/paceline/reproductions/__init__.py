@@ -15,10 +15,21 @@ from paceline.reproductions.base import Claim, Findings, Reproduction
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.specsync import SpecSyncSpeed
+from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
-    for reproduction in (BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy)
+    for reproduction in (
+        BackupChoice,
+        BackupStaleness,
+        BackupSyncAsync,
+        FluentPSOverlap,
+        FluentPSPSSP,
+        FluentPSLazy,
+        SpecSyncWaiting,
+        SpecSyncSpeed,
+    )  # fmt: skip
 }
 
 
