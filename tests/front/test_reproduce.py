@@ -14,6 +14,8 @@ from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Reproduction
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.specsync import SpecSyncSpeed
+from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 
 SMALL = [
     BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.3),
@@ -21,6 +23,10 @@ SMALL = [
     BackupSyncAsync(sizes=((6, 1), (12, 2)), rates=(0.01,), sgd_rates=(0.5,), gradients=100, accuracy=0.2),
     FluentPSPSSP(workers=4, iterations=12, one_in=(2, 10), seeds=1),
     FluentPSLazy(workers=4, iterations=10),
+    SpecSyncSpeed(
+        workers=5, smaller=(3,), rates=(0.5,), few_rates=(0.5,), pairs=((0.3, 0.2),), iterations=12, seeds=1, loss=2.2
+    ),
+    SpecSyncWaiting(workers=4, rates=(0.5,), delays_s=(0.0, 1.0, 5.0), iterations=40, seeds=1, loss=1.9),
 ]
 
 

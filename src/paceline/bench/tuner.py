@@ -1,7 +1,7 @@
 """How long SpecSync's tuner takes for an epoch of many workers, beside the form the paper gives.
 
-The paper's Algorithm 1 evaluates the whole of equation 7 for each of O(m^2) candidates, a count for each worker: O(m^3).
-Here that is done with a binary search for each count, so it is faster than written there; still it is only
+The paper's Algorithm 1 evaluates the whole of equation 7 for each of O(m^2) candidates, a count for each worker:
+O(m^3). Here that is done with a binary search for each count, so it is faster than written there; still it is only
 measured up to `MOST` workers. Both must find the same, or there is no result. Rounds are interleaved, medians count.
 """
 

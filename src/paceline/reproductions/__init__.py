@@ -29,7 +29,7 @@ CATALOGUE: dict[str, type[Reproduction]] = {
         FluentPSLazy,
         SpecSyncWaiting,
         SpecSyncSpeed,
-    )  # fmt: skip
+    )
 }
 
 

@@ -147,24 +147,25 @@ class TimedWorker(WorkerCarrier):
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
         self.tell = self.seat.tell
-        self.aborted: tuple[int, int] | None = None
-        """The last computation that was given up: its end, when it comes, is of no interest."""
+        self.computing: tuple[int, int] | None = None
+        """Iteration and attempt. The end of a computation that was given up is of no interest when it comes."""
         self.take: Callable[[ParametersArrived], None] = self.tell
         """What has come from a server, as far as the server is concerned."""
 
     def compute(self, action: Compute) -> None:
         if action.iteration < self.iterations:
+            self.computing = (action.iteration, action.attempt)
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
             self.engine.tell(done, COMPUTE, self.finish, ready)
 
     def finish(self, ready: GradientReady) -> None:
-        if self.aborted != (ready.iteration, ready.attempt):
+        if self.computing == (ready.iteration, ready.attempt):
             self.tell(ready)
 
     def abort_compute(self, action: AbortCompute) -> None:
         now = self.engine.now
-        self.aborted = (action.iteration, action.attempt)
+        self.computing = None
         self.engine.tell(now, COMPUTE, self.tell, ComputeAborted(now, action.iteration, action.attempt))
 
     def send(self, action: Send) -> None:
