@@ -144,6 +144,7 @@ class Run:
             "staleness": metrics.staleness,
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
+            **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},

@@ -16,6 +16,8 @@ from paceline.reproductions.base import Reproduction
 from paceline.reproductions.elasticbsp import CONNECTED, CONVOLUTIONAL, ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.specsync import SpecSyncSpeed
+from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 from paceline.reproductions.zipline_search import ZipLineSearch
 
 SMALL = [
@@ -29,6 +31,10 @@ SMALL = [
         lookaheads=(4,), seeds=1, iterations=5, compute_s=(0.01,), rounds=20,
     ),
     ZipLineSearch(workers=(10, 50), lookaheads=(15,), matrices=2),
+    SpecSyncSpeed(
+        workers=5, smaller=(3,), rates=(0.5,), few_rates=(0.5,), pairs=((0.3, 0.2),), iterations=12, seeds=1, loss=2.2
+    ),
+    SpecSyncWaiting(workers=4, rates=(0.5,), delays_s=(0.0, 1.0, 5.0), iterations=40, seeds=1, loss=1.9),
 ]  # fmt: skip
 
 

@@ -64,11 +64,16 @@ class Push(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Pull(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A worker asks one shard for the parameters of `iteration`."""
+    """A worker asks one shard for the parameters of `iteration`.
+
+    With an `attempt` above 0 it asks once more: it has given up computing on what it was answered, and wants newer
+    parameters for the same iteration (a re-sync pull, `core/speculation.py`).
+    """
 
     worker: int
     incarnation: int
     iteration: int
+    attempt: int = 0
 
 
 class Parameters(Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -26,12 +26,13 @@ from paceline.policies.hop import Hop
 from paceline.policies.pssp import PSSP
 from paceline.policies.scheduled import Scheduled
 from paceline.policies.several import Mix, Switch
+from paceline.policies.specsync import SpecSync
 from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, ElasticBSP, Waiting, Scheduled, Hop, ADPSGD)
+    for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, ElasticBSP, SpecSync, Waiting, Scheduled, Hop, ADPSGD)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -116,6 +117,7 @@ __all__ = [
     "Mix",
     "Policy",
     "Scheduled",
+    "SpecSync",
     "Switch",
     "Waiting",
     "option",

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from paceline.report.aborts import abort_table
 from paceline.report.charts import legend, line_chart
 from paceline.report.markup import plural, tag, text
 from paceline.report.planned import barrier_section
@@ -44,6 +45,7 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
         ("Who did what, when", lanes(runs)),
         ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),
         ("Planned barriers", barrier_section(runs)),
+        *((("What was begun again", abort_table(runs)),) if any(run.summary.get("aborts") for run in runs) else ()),
         ("Configuration", config_table(config)),
     )
     body = tag("header", header)

@@ -16,6 +16,8 @@ from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.specsync import SpecSyncSpeed
+from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 from paceline.reproductions.zipline_search import ZipLineSearch
 
 CATALOGUE: dict[str, type[Reproduction]] = {
@@ -29,6 +31,8 @@ CATALOGUE: dict[str, type[Reproduction]] = {
         FluentPSLazy,
         ZipLineSearch,
         ElasticBSPs,
+        SpecSyncWaiting,
+        SpecSyncSpeed,
     )
 }
 

@@ -41,8 +41,8 @@ class Ledger:
         self.V = self.V_before = 0
         self.enough: dict[int, int] = {}
         """Of each finished iteration: how many live members' gradients its step is on, under a policy with `extra`."""
-        self.heard: dict[Process, int] = {}
-        """The iteration each process asked for last. Its pulls rise: one that does not is a copy."""
+        self.heard: dict[Process, tuple[int, int]] = {}
+        """The iteration each process asked for last, and the attempt at it. They rise: what does not is a copy."""
         self.asked: dict[Process, Pull] = {}
         """Pulls not answered yet."""
         self.parked: set[Process] = set()
@@ -57,6 +57,8 @@ class Ledger:
         """The number of the last plan."""
         self.stops: dict[Process, int] | None = None
         """Where its members are to stop; None before the first."""
+        self.given: dict[Process, int] = {}
+        """The version each process was answered last."""
 
     def note(self, event: Event) -> None:
         self.V_before = self.V
@@ -77,8 +79,8 @@ class Ledger:
                 self.overtime |= timer == self.V
             case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
                 self.note_push(push.handle, good=isinstance(event, PushArrived))
-            case PullArrived(pull=pull) if pull.iteration > self.heard.get(asker(pull), -1):
-                self.heard[asker(pull)] = pull.iteration
+            case PullArrived(pull=pull) if (pull.iteration, pull.attempt) > self.heard.get(asker(pull), (-1, 0)):
+                self.heard[asker(pull)] = (pull.iteration, pull.attempt)
                 self.asked[asker(pull)] = pull
                 self.parked.discard(asker(pull))
                 self.owing.discard(asker(pull))
@@ -88,6 +90,8 @@ class Ledger:
 
     def note_push(self, handle: Handle, good: bool) -> None:
         process = author(handle)
+        fresh = handle.version == self.given.get(process)
+        self.expect(fresh, "fresh", f"{handle}, but it was given version {self.given.get(process)} last")
         self.fate[handle] = "good" if good and process in self.next else "bad"
         if self.fate[handle] == "good" and process in self.owing and handle.iteration < self.V:
             self.fate[handle] = "owed"
@@ -215,6 +219,7 @@ class Ledger:
             self.expect(not stopped, "stop", f"{what}, but plan {self.planned} is not over: {self.stops}")
         self.expect(parameters.version == self.version, "answer", f"{what}, the version is {self.version}")
         self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
+        self.given[process] = parameters.version
         self.lowest[process] = (min(self.next.values()), self.policy.bound)
         self.judge_bound(process, parameters.iteration)
 
@@ -227,6 +232,7 @@ class Ledger:
         process = asker(park.pull)
         asked = self.asked.get(process) == park.pull and process not in self.parked
         self.expect(asked, "parked", f"nobody asked, or it is parked already: {what}")
+        self.expect(park.pull.attempt == 0, "parked", f"it was let through before: {what}")
         others = {rank for rank, _ in self.next} - {park.pull.worker}
         known = set(park.waits_for) <= others and 0 < park.waits_for_count <= len(others) and park.reason
         self.expect(bool(known), "parked", f"for whom? {what}")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import (
+    ComputeAborted,
     GradientReady,
     ParametersArrived,
     PlanArrived,
@@ -153,16 +154,28 @@ class TimedWorker(WorkerCarrier):
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
         self.tell = self.seat.tell
+        self.computing: tuple[int, int] | None = None
+        """Iteration and attempt. The end of a computation that was given up is of no interest when it comes."""
         self.take: Callable[[ParametersArrived], None] = self.tell
         """What has come from a server, as far as the server is concerned."""
 
     def compute(self, action: Compute) -> None:
         if action.iteration < self.iterations:
+            self.computing = (action.iteration, action.attempt)
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
-            self.engine.tell(done, COMPUTE, self.tell, ready)
+            self.engine.tell(done, COMPUTE, self.finish, ready)
         elif self.timing.plan.policy.has_scheduler:
             self.timing.announce(self.timing.authority.remove(self.rank))
+
+    def finish(self, ready: GradientReady) -> None:
+        if self.computing == (ready.iteration, ready.attempt):
+            self.tell(ready)
+
+    def abort_compute(self, action: AbortCompute) -> None:
+        now = self.engine.now
+        self.computing = None
+        self.engine.tell(now, COMPUTE, self.tell, ComputeAborted(now, action.iteration, action.attempt))
 
     def send(self, action: Send) -> None:
         server, message, engine = self.timing.servers[action.to.rank], action.message, self.engine
