@@ -15,10 +15,17 @@ from paceline.reproductions.base import Claim, Findings, Reproduction
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.hop_backup import HopBackup
+from paceline.reproductions.hop_graphs import HopGraphs
+from paceline.reproductions.hop_skip import HopSkip
+from paceline.reproductions.hop_staleness import HopStaleness
 
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
-    for reproduction in (BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy)
+    for reproduction in (
+        *(BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy),
+        *(HopBackup, HopStaleness, HopSkip, HopGraphs),
+    )
 }
 
 
