@@ -95,7 +95,8 @@ def claims(rows: list[Row]) -> list[Claim]:
             "It converges more than twice as fast as the standard setting",
             "more than 2x",
             f"{said(sooner('shuffled', 'skip=10'))} with jumps of up to 10, "
-            f"{said(sooner('shuffled', 'skip=2'))} with up to 2, {said(sooner('shuffled', 'backup=1'))} with a backup alone",
+            f"{said(sooner('shuffled', 'skip=2'))} with up to 2, "
+            f"{said(sooner('shuffled', 'backup=1'))} with a backup alone",
             sooner("shuffled", "skip=10") > 2,
         ),
         Claim(

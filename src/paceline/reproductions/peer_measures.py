@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from paceline.api import simulate
+from paceline.core.actions import Reduce
 from paceline.core.spec import write_value
 from paceline.report.peers import apartness
 from paceline.reproductions.base import Row
@@ -35,6 +36,17 @@ def loss_after(run: Run, updates: int) -> float:
 def reached_loss_s(run: Run, loss: float) -> float | None:
     """When the loss was first so low."""
     return next((p.time_s for p in run.history if p.loss is not None and p.loss <= loss), None)
+
+
+def lead(run: Run) -> float:
+    """By how many iterations what went into an average was ahead of the peer, by its weight, in the mean."""
+    averages = [action for record in run.trace for action in record.actions if isinstance(action, Reduce)]
+    ahead = (
+        weight * (handle.iteration - average.iteration)
+        for average in averages
+        for handle, weight in zip(average.handles, average.weights, strict=True)
+    )
+    return sum(ahead) / len(averages)
 
 
 def times_sooner(row: Row, base: Row, key: str) -> float:
