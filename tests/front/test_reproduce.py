@@ -114,11 +114,3 @@ def test_verdicts_say_what_came_out() -> None:
 def test_rows_with_the_same_columns_are_one_table() -> None:
     findings = Findings([{"a": 1, "b": 2}, {"a": 3, "b": 4}, {"c": 5}])
     assert [len(table) for table in findings.tables()] == [2, 1]
-
-
-def test_the_figures_of_hop_come_out_in_small() -> None:
-    """Issue 6: 1.3x by a backup, 1.25x and 3x with and without skipping; slowdowns grow with the degree."""
-    backup = HopBackup(iterations=60, graphs=("ring-based",)).run(0, lambda line: None)
-    assert [claim.holds for claim in backup.claims[:3]] == [True, True, True]
-    skip = HopSkip(iterations=120).run(0, lambda line: None)
-    assert [claim.holds for claim in skip.claims[:3]] == [True, True, True]
