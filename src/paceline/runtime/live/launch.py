@@ -368,7 +368,7 @@ class Driver:
             self.keeper.check_layout(lead.layout)
         if self.policy is None:
             self.policy = policies.parse(lead.policy or DEFAULT_POLICY)
-        self.policy.validate(self.members)
+        policies.check_live(self.policy).validate(self.members)
         self.epoch_s = time.monotonic()
         if self.policy.has_scheduler:
             self.scheduling = Scheduling(self, self.policy, self.folder.path / "trace")
