@@ -17,12 +17,14 @@ import tyro
 from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
 from paceline.commands.bench_gradients import BenchGradients
 from paceline.commands.bench_simulator import BenchSimulator
+from paceline.commands.bench_tuner import BenchTuner
 from paceline.commands.bench_zipline import BenchZipline
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.graph import Graph
 from paceline.commands.reproduce import Reproduce
 from paceline.commands.run import Report, Resume, Run
+from paceline.commands.tune import Tune
 from paceline.errors import ConfigError, PacelineError
 
 COMMANDS: dict[str, Any] = {
@@ -32,12 +34,14 @@ COMMANDS: dict[str, Any] = {
     "resume": Resume,
     "report": Report,
     "reproduce": Reproduce,
+    "tune": Tune,
     "bench exchange": BenchExchange,
     "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,
     "bench gradients": BenchGradients,
     "bench simulator": BenchSimulator,
     "bench zipline": BenchZipline,
+    "bench tuner": BenchTuner,
     "policies": Policies,
     "scenarios": Scenarios,
     "graph": Graph,

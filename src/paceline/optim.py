@@ -40,12 +40,13 @@ def read_options(text: str) -> Extras:
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are taken on the servers of a live run.
 
-    `policy` says who waits for whom (`paceline run --policy` beats it). `model` is optional: with it the
-    saved parameters bear the model's names. `overlap` sends gradients while backward runs; it refuses what changes
-    them afterwards (accumulation, clipping, GradScaler). `options` are what happens around the optimizer, as text:
-    "clip=1" (each worker bounds its gradient's norm), "ema=0.999" (the servers keep a moving average of the
-    parameters, saved beside the model), "stretch=true" (betas to the power 1/N where gradients are applied on
-    arrival), "schedule=cosine(samples=60000),batch=64" (a schedule that counts samples).
+    `policy` says who waits for whom (`paceline run --policy` beats it). `model` is optional: with it the saved
+    parameters bear the model's names, and under specsync forward can be interrupted, not only backward. `overlap`
+    sends gradients while backward runs; it refuses what changes them afterwards (accumulation, clipping, GradScaler).
+    `options` are what happens around the optimizer, as text: "clip=1" (each worker bounds its gradient's norm),
+    "ema=0.999" (the servers keep a moving average of the parameters, saved beside the model), "stretch=true" (betas
+    to the power 1/N where gradients are applied on arrival), "schedule=cosine(samples=60000),batch=64" (a schedule
+    that counts samples).
     """
 
     _step_supports_amp_scaling = True
@@ -105,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         learned = state.from_torch(self.inner, self.trained, layout)
         every = model.named_parameters(remove_duplicate=False) if model is not None else ()
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
-        return Described(layout, self.trained, described, learned, others, buffers, aliases)
+        return Described(layout, self.trained, described, learned, others, buffers, aliases, model)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,6 +119,8 @@ class Optimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             loss = self._compute(closure)
+        elif self.live.aborting is not None:
+            self.live.aborting.warn()
         if self.overlap and getattr(self, "found_inf", None) is not None:
             raise PacelineError("a GradScaler changes gradients after backward: overlap=True has sent them by then")
         if not self._scaler_allows():
@@ -134,6 +137,8 @@ class Optimizer(torch.optim.Optimizer):
     def _compute(self, closure: Callable[[], Any]) -> Any:
         try:
             with torch.enable_grad():
+                if self.live is not None and self.live.aborting is not None:
+                    return self.live.aborting.run(closure, self.started)
                 return closure()
         except BaseException:
             if self.live is not None:
@@ -143,6 +148,8 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.live is not None:
             self.live.forget_staged()
+            if self.live.aborting is not None:
+                self.live.aborting.rewind.forget_gradients()
         super().zero_grad(set_to_none)
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:

@@ -13,11 +13,15 @@ from torch import Tensor
 from paceline import policies
 from paceline.core.machine import Machine
 from paceline.core.messages import Node
+from paceline.core.policy import PeerPolicy
+from paceline.core.topology import distances, neighbours
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
+from paceline.report.barriers import Barrier, barriers, totals
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
 from paceline.report.metrics import Metrics, measure, spans
+from paceline.report.peers import PeersView, peers_view
 from paceline.report.staleness import staleness_by_shard
 from paceline.tensors.layout import imbalance
 
@@ -97,6 +101,11 @@ class Run:
     def metrics(self) -> Metrics:
         return measure(self.trace, self.time_s)
 
+    @cached_property
+    def barriers(self) -> list[Barrier]:
+        """The planned barriers that were reached; none under a policy that does not plan."""
+        return barriers(self.trace)
+
     @property
     def imbalance(self) -> float:
         """How many times the mean the largest server's slice is; 1 when all are equal."""
@@ -138,9 +147,11 @@ class Run:
             "staleness": metrics.staleness,
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
+            **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+            **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 
@@ -150,7 +161,22 @@ class Run:
             {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
             for point in self.history
         ]
-        return RunView(self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s))
+        lanes = spans(self.trace, self.time_s)
+        return RunView(self.policy, self.runtime, history, self.summary(), lanes, self.barriers, self.peers())
+
+    def peers(self) -> PeersView | None:
+        """How far apart the peers were, and might have been; None where there were servers."""
+        workers = self.trace.header.members.workers
+        policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
+        if not isinstance(policy, PeerPolicy):
+            return None
+        graph = policy.topology(workers)
+        away = distances(graph)
+        bound = max((policy.most_ahead(away[i][j], away[j][i]) for i in away for j in away if i != j), default=0.0)
+        max_gap = getattr(policy, "max_gap", None)
+        most = max(map(len, neighbours(graph, frozenset(away)).ins.values()))
+        room = None if max_gap is None else (1 + max_gap) * most
+        return peers_view(self.trace, self.consensus, _finite(bound), room)
 
     def report(self, path: str | Path) -> Path:
         """Write the HTML report of this run."""

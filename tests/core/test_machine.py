@@ -9,24 +9,41 @@ import pytest
 
 from paceline.core.actions import Action
 from paceline.core.events import (
+    ComputeAborted,
     Event,
     GradientReady,
+    NotifyArrived,
     ParametersArrived,
+    PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
     Restored,
+    ResyncArrived,
     RiseArrived,
     TimerFired,
     ViewChanged,
 )
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
-from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, Release, Rise, View
+from paceline.core.messages import (
+    Handle,
+    Members,
+    Node,
+    Notify,
+    Parameters,
+    Plan,
+    Pull,
+    Push,
+    Release,
+    Resync,
+    Rise,
+    View,
+)
 from paceline.core.words import in_words
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
-from paceline.policies import ASP, BSP, SSP, Backup, Waiting
+from paceline.policies import ASP, BSP, SSP, Backup, SpecSync, Waiting
 
 from .drive import ShardAlone, WorkerAlone, sent, state_of
 
@@ -41,6 +58,10 @@ EVENTS: list[Event] = [
     TimerFired(0.0, 1),
     RiseArrived(0.0, Rise(0, 1, 0)),
     ReleaseArrived(0.0, Release(0, 0, 1)),
+    NotifyArrived(0.0, Notify(0, 0, 1)),
+    ResyncArrived(0.0, Resync(0, 0, 1)),
+    PlanArrived(0.0, Plan(1, ((0, 0, 4),))),
+    ComputeAborted(0.0, 1, 0),
 ]
 
 
@@ -70,6 +91,10 @@ class TestDispatch:
             ("on_timer_fired", "TimerFired"),
             ("on_rise_arrived", "RiseArrived"),
             ("on_release_arrived", "ReleaseArrived"),
+            ("on_notify_arrived", "NotifyArrived"),
+            ("on_resync_arrived", "ResyncArrived"),
+            ("on_plan_arrived", "PlanArrived"),
+            ("on_compute_aborted", "ComputeAborted"),
         ]
 
     def test_first_the_event_then_settle_then_check(self) -> None:
@@ -112,6 +137,10 @@ class TestDispatch:
         waiting.start()
         waiting.answer_all(0)
         actions += waiting.finish(0)
+        speculating = WorkerAlone(SpecSync())
+        speculating.start()
+        speculating.answer_all(0)
+        actions += speculating.worker.handle(ResyncArrived(0.0, Resync(0, 0, 0)))
         assert {type(action) for action in actions} == set(get_args(Action))
         for thing in [*EVENTS, *actions]:
             assert "\n" not in in_words(thing)

@@ -56,6 +56,13 @@ MORE = [
     "scheduled:base=ssp(staleness=1,lazy=true)",
     "scheduled:base=backup(extra=1)",
     "scheduled:base=deadline(quantile=0.1,factor=1,least=0.3)",
+    "elastic:lookahead=3",
+    "elastic:lookahead=1,predict=mean",
+    "elastic:lookahead=15,predict=median,recent=3,staleness_weighted=true",
+    "specsync",
+    "specsync:abort_time=0.5,abort_rate=0.2",
+    "specsync:base=ssp(staleness=1),abort_time=1,abort_rate=0",
+    "specsync:base=pssp(staleness=1,c=0.3),abort_time=1,abort_rate=0",
 ]
 """The rest of the catalogue, and several policies in one run: another on each shard, another after a while."""
 

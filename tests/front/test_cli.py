@@ -34,6 +34,12 @@ BAD = [
     ("simulate --iterations 0", "iterations=0 is out of range: 1 or more"),
     ("simulate --seed -1", "seed=-1 is out of range: 0 or more"),
     ("simulate --report no/such/folder/x.html", "does not exist or cannot be written"),
+    ("simulate --policy specsync:base=bsp", "specsync:base=bsp cannot be speculated on: name one policy that applies"),
+    ("simulate --policy specsync:abort_time=1", "specsync takes abort_time and abort_rate together, or neither"),
+    ("tune", "tune what? nothing was named: only specsync has a grid to try"),
+    ("tune asp --target accuracy=0.9", "tune what? asp: only specsync has a grid to try"),
+    ("tune specsync", "tune compares times to a target: name one"),
+    ("tune specsync:abort_time=1,abort_rate=0.1 --target accuracy=0.9", "is fixed already"),
     ("run", "name a script"),
     ("run nothing.py", "there is no script 'nothing.py'"),
     ("run --policy bspp nothing.py", "nothing.py"),
@@ -123,3 +129,27 @@ def test_brackets_in_what_a_worker_prints_are_only_brackets(capsys: pytest.Captu
     with LiveTable("asp", None) as table:
         table.say("saved to [/tmp/model] :smile: [info]")
     assert capsys.readouterr().out == "saved to [/tmp/model] :smile: [info]\n"
+
+
+def test_tune_tries_the_grid_beside_the_base_and_what_tunes_itself(capsys, tmp_path) -> None:
+    file = tmp_path / "tune.json"
+    line = "tune specsync --workload quadratic --workers 4 --cluster lognormal:sigma=0.3 --target loss=0.5"
+    assert cli.run([*line.split(), "--rates", "0.1", "0.4", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    data = json.loads(file.read_text())
+    assert len(data["rows"]) == 2 + 5 * 2
+    assert [row["policy"] for row in data["rows"][:2]] == ["asp", "specsync:base=asp"]
+    times = {float(row["tried"].split()[0]) for row in data["rows"][2:]}
+    assert max(times) == pytest.approx(0.05, rel=0.2), "half of the mean span of an iteration"
+    reached = [row for row in data["rows"] if row["time_to_target_s"] is not None]
+    assert data["best"] == min(reached, key=lambda row: row["time_to_target_s"])["policy"]
+    assert f"best: {data['best']}" in out
+    assert max(row["aborted_share"] for row in data["rows"]) > 0.2
+
+
+def test_bench_tuner_measures_both_forms(capsys, tmp_path) -> None:
+    file = tmp_path / "tuner.json"
+    assert cli.run(["bench", "tuner", "--workers", "20", "150", "--rounds", "1", "--json", str(file)]) == 0
+    small, large = json.loads(file.read_text())["rows"]
+    assert small["paper_form_ms"] > small["tune_ms"] > 0
+    assert large["paper_form_ms"] is None

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from paceline.core.actions import Compute
 from paceline.runtime.live import cuda, memory
+from paceline.runtime.live.aborting import Aborting
 from paceline.runtime.live.staging import Transfer
 from paceline.tensors.layout import layout_of
 
@@ -112,3 +118,46 @@ def test_a_live_run_on_the_gpu_equals_one_on_the_cpu(tmp_path: Path) -> None:
     for name, value in reference.items():
         assert torch.allclose(value, found["cuda", False][name], atol=1e-9), name
         assert torch.allclose(value, found["cuda", True][name], atol=1e-9), name
+
+
+def test_a_pass_is_given_up_although_the_host_could_run_ahead(tmp_path: Path) -> None:
+    """The word comes when the device has done a third: paced, there are hooks left that see it. Same bits then."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        layers = [layer for _ in range(20) for layer in (nn.Linear(2048, 2048), nn.ReLU(inplace=True), nn.Dropout(0.1))]
+        return nn.Sequential(*layers, nn.BatchNorm1d(2048)).to(device)
+
+    x = torch.randn(8192, 2048, device=device)
+
+    def run(net: nn.Module) -> torch.Tensor:
+        loss = net(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    expected, net = make(), make()
+    torch.manual_seed(3)
+    run(expected)
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    run(make())
+    torch.cuda.synchronize()
+    usual_s = time.monotonic() - started
+    begun: list[float] = []
+    live = SimpleNamespace(
+        folder=tmp_path, rank=0, incarnation=0, ordered=Compute(0, 0),
+        stretch=lambda started, look=None: None, begin_again=lambda: begun.append(time.monotonic()),
+    )  # fmt: skip
+    aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    timer = threading.Timer(usual_s / 3, lambda: aborting.bell.ring(0))
+    timer.start()
+    aborting.run(lambda: run(net), 0.0)
+    timer.join()
+    assert len(begun) == 1
+    for one, other in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    for one, other in zip(net.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(one, other)
+    aborting.close()

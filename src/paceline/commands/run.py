@@ -14,6 +14,7 @@ from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
 from paceline.commands.screen import console, count, show_table, tell_result, tell_slices
 from paceline.errors import ConfigError
+from paceline.policies import check_live
 from paceline.report.html import write
 from paceline.run import Target
 from paceline.tensors.layout import EPS, check_slicing
@@ -114,7 +115,7 @@ class Run(Outputs):
         return LivePlan(
             members=members,
             start_worker=script_starter(script[0], script[1:], self.workers, console.is_terminal),
-            policy=check_policy(self.policy, members) if self.policy is not None else None,
+            policy=check_live(check_policy(self.policy, members)) if self.policy is not None else None,
             cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
             seed=self.seed,
             target=Target.parse(self.target) if self.target is not None else None,

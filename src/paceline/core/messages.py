@@ -64,11 +64,16 @@ class Push(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Pull(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A worker asks one shard for the parameters of `iteration`."""
+    """A worker asks one shard for the parameters of `iteration`.
+
+    With an `attempt` above 0 it asks once more: it has given up computing on what it was answered, and wants newer
+    parameters for the same iteration (a re-sync pull, `core/speculation.py`).
+    """
 
     worker: int
     incarnation: int
     iteration: int
+    attempt: int = 0
 
 
 class Parameters(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -121,11 +126,14 @@ class Resync(Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """The scheduler tells the shards where each worker is to stop next: (worker, incarnation, iteration), by rank.
 
-    A plan is complete; only one with a larger `number` than the last counts.
+    A plan is complete; only one with a larger `number` than the last counts. `due_s` is when the last of them is
+    predicted to be there, and `wait_s` for how long the first will have waited: for those who read the trace.
     """
 
     number: int
     stops: tuple[tuple[int, int, int], ...]
+    due_s: float = 0.0
+    wait_s: float = 0.0
 
 
 ToScheduler = Pull | Rise | Notify

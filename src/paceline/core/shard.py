@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from paceline.core.policy import CentralPolicy
 
 NOBODY = -1
+NOTHING = (-1, 0)
+"""Before what any worker asks for."""
 
 
 class Shard(Machine):
@@ -63,8 +65,8 @@ class Shard(Machine):
         """Pulls not answered yet, by the V that frees them. At release those that no longer wait are skipped."""
         self.waiting: dict[int, Pull] = {}
         """The parked pull of each worker that waits."""
-        self.asked: dict[int, int] = {}
-        """The iteration each live worker asked for last. Its pulls rise: one that does not is a copy."""
+        self.asked: dict[int, tuple[int, int]] = {}
+        """The iteration, and the attempt at it, each live worker asked for last. They rise: what does not is a copy."""
         self.early: dict[int, Pull] = {}
         """Pulls of workers no view has named yet."""
         self.departed: dict[tuple[int, int], int] = {}
@@ -206,15 +208,17 @@ class Shard(Machine):
         )
 
     def take_pull(self, pull: Pull) -> None:
-        if pull.iteration <= self.asked.get(pull.worker, -1):
+        asked = (pull.iteration, pull.attempt)
+        if asked <= self.asked.get(pull.worker, NOTHING):
             return
-        self.asked[pull.worker] = pull.iteration
+        self.asked[pull.worker] = asked
         self.mover = pull.worker
         self.note_promise(pull)
         self.settle()
         self.owing.discard(pull.worker)
         i = pull.iteration - 1
-        if self.gate.may_pull(pull.worker, i, self.progress):
+        # Whoever asks again for the same iteration was allowed to begin it: it waits for nobody.
+        if pull.attempt or self.gate.may_pull(pull.worker, i, self.progress):
             self.answer(pull, "", NOBODY)
         else:
             self.park(pull, i, self.progress.V)

@@ -110,8 +110,9 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"wait in iteration {iteration}: {reason}"
         case Push(handle):
             return f"push of iteration {handle.iteration} by worker {name(author(handle))}"
-        case Pull(iteration=iteration):
-            return f"pull of iteration {iteration} by worker {name(asker(thing))}"
+        case Pull(iteration=iteration, attempt=attempt):
+            again = f" for attempt {attempt}" if attempt else ""
+            return f"pull of iteration {iteration} by worker {name(asker(thing))}{again}"
         case Parameters(iteration=iteration, version=version, dropped=dropped):
             after = ", your push was dropped" if dropped else ""
             return f"worker {name(asker(thing))}: compute {iteration} on version {version}{after}"
@@ -123,13 +124,13 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"notice of worker {name(asker(thing))} at iteration {iteration}"
         case Resync(iteration=iteration):
             return f"re-sync of worker {name(asker(thing))} in iteration {iteration}"
-        case Plan(number, stops):
+        case Plan(number, stops, due_s, wait_s):
             where = ", ".join(f"{name((worker, life))} at {stop}" for worker, life, stop in stops)
-            return f"plan {number}: workers stop, {where}"
+            return f"plan {number}: workers stop, {where}, by {due_s:.3g} s and waiting {wait_s:.3g} s at most"
         case AbortCompute(iteration, attempt):
             return f"abort attempt {attempt} at iteration {iteration}"
-        case Compute(iteration):
-            return f"compute iteration {iteration}"
+        case Compute(iteration, attempt):
+            return f"compute iteration {iteration}{f', attempt {attempt}' if attempt else ''}"
         case Send(to, message):
             return f"send {to} the {in_words(message)}"
         case Apply(handles, weight, version):

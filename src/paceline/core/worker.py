@@ -19,8 +19,6 @@ from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Node, Pull, Push
 
 NOT_STARTED = -1
-ATTEMPT = 0
-"""No policy aborts computations yet, so each is the first."""
 
 
 class Worker(Machine):
@@ -35,6 +33,8 @@ class Worker(Machine):
         self.view_number = 0
         self.iteration = 0
         """The iteration being computed or asked for."""
+        self.attempt = 0
+        """Above 0 where a computation of this iteration was given up (`core/speculation.py`)."""
         self.computing = False
         self.waiting: set[int] = set()
         """Shards that have not answered yet."""
@@ -70,7 +70,7 @@ class Worker(Machine):
         self.dropped[shard] = parameters.dropped
 
     def on_gradient_ready(self, event: GradientReady) -> None:
-        if not self.computing or (event.iteration, event.attempt) != (self.iteration, ATTEMPT):
+        if not self.computing or (event.iteration, event.attempt) != (self.iteration, self.attempt):
             raise IllegalEvent(
                 f"worker {self.rank} is not computing attempt {event.attempt} of iteration {event.iteration}"
             )
@@ -84,6 +84,7 @@ class Worker(Machine):
             if not pauses:
                 self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))
         self.iteration += 1
+        self.attempt = 0
         if pauses:
             self.pausing = True
             self.pause()
@@ -109,13 +110,19 @@ class Worker(Machine):
     def settle(self) -> None:
         if self.waiting or self.computing or self.pausing or self.incarnation == NOT_STARTED:
             return
-        self.iteration = self.agree(self.answered)
+        agreed = self.agree(self.answered)
+        if agreed != self.iteration:
+            self.iteration, self.attempt = agreed, 0
         behind = [shard for shard, answered in enumerate(self.answered) if answered < self.iteration]
         if behind:
             self.pull(behind, self.iteration)
         else:
-            self.computing = True
-            self.actions.append(Compute(self.iteration, ATTEMPT))
+            self.start()
+
+    def start(self) -> None:
+        """All parameters of the iteration are there."""
+        self.computing = True
+        self.actions.append(Compute(self.iteration, self.attempt))
 
     def agree(self, answered: list[int]) -> int:
         """The iteration to compute, when the shards answered these."""
@@ -123,7 +130,7 @@ class Worker(Machine):
 
     def pull(self, shards: list[int], iteration: int) -> None:
         for shard in shards:
-            self.actions.append(Send(self.shards[shard], Pull(self.rank, self.incarnation, iteration)))
+            self.actions.append(Send(self.shards[shard], Pull(self.rank, self.incarnation, iteration, self.attempt)))
         self.waiting.update(shards)
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from paceline.core import spec
-from paceline.core.policy import CentralPolicy, Policy
+from paceline.core.policy import CentralPolicy, PeerPolicy, Policy
 from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
 from paceline.policies import own
@@ -21,15 +21,18 @@ from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
 from paceline.policies.deadline import Deadline
 from paceline.policies.dssp import DSSP
+from paceline.policies.elastic import ElasticBSP
 from paceline.policies.hop import Hop
 from paceline.policies.pssp import PSSP
 from paceline.policies.scheduled import Scheduled
 from paceline.policies.several import Mix, Switch
+from paceline.policies.specsync import SpecSync
 from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled, Hop, ADPSGD)
+    policy.name: policy
+    for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, ElasticBSP, SpecSync, Waiting, Scheduled, Hop, ADPSGD)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -84,6 +87,15 @@ def central(policy: Policy) -> CentralPolicy:
     return policy
 
 
+def check_live(policy: Policy) -> Policy:
+    """Refuse what has no live runtime yet."""
+    if isinstance(policy, PeerPolicy):
+        raise ConfigError(
+            f"{policy} has no servers and runs in virtual time only so far: paceline simulate --policy ..."
+        )
+    return policy
+
+
 def register(policy: Policy) -> None:
     """Make the text form of a policy object readable in this process and its forks."""
     cls = type(policy)
@@ -109,10 +121,12 @@ __all__ = [
     "Backup",
     "CentralPolicy",
     "Deadline",
+    "ElasticBSP",
     "Hop",
     "Mix",
     "Policy",
     "Scheduled",
+    "SpecSync",
     "Switch",
     "Waiting",
     "option",

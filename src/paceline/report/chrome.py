@@ -73,6 +73,8 @@ def _slice(pid: int, first: int, span: Span) -> Entry:
         args["reason"] = span.reason
         args["shard"] = span.shard
         args["released by"] = f"worker {span.cause}" if span.cause >= 0 else "nobody's push"
+    if span.kind == "aborted":
+        args["updates uncovered"] = span.uncovered
     # The end is rounded, not the length: neighbours in a thread must touch, or the viewer nests them.
     entry: Entry = {"ph": "X", "pid": pid, "tid": first + span.worker, "name": span.kind, "cat": span.kind}
     return entry | {"ts": start, "dur": max(0.0, round(_us(span.end_s) - start, 3)), "args": args}

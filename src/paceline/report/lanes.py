@@ -2,10 +2,11 @@
 
     start ─ exchange ─ compute ─ exchange ─ wait ─ exchange ─ compute ─ ... ─ end (─ dead ─ start ...)
 
-A lane is one incarnation of one worker. It computes from a `Compute` order to its `GradientReady`. What lies
-between is a gap: the gradient and the pull are on their way, or the pull is parked on some shard. A worker
-may be parked on several shards at once and goes on when the last one answers, so waiting is the union of
-those times and its reason and cause are those of the shard that answered last.
+A lane is one incarnation of one worker. It computes from a `Compute` order to its `GradientReady`, or to its
+`ComputeAborted`: then that time was lost, and what the next attempt has for it are the updates that the shards'
+answers have uncovered since. What lies between is a gap: the gradient and the pull are on their way, or the pull is
+parked on some shard. A worker may be parked on several shards at once and goes on when the last one answers, so
+waiting is the union of those times and its reason and cause are those of the shard that answered last.
 
 A lane ends when a view drops the incarnation, when the next one starts, or with the run. What came from it
 afterwards is a ghost's and is not drawn.
@@ -16,14 +17,23 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.core.actions import Answer, Compute, Park, Send, SetTimer
 from paceline.core.actions import Wait as PeerWait
-from paceline.core.events import Event, GradientReady, RiseArrived, TimerFired, ViewChanged
+from paceline.core.events import (
+    ComputeAborted,
+    Event,
+    GradientReady,
+    ParametersArrived,
+    RiseArrived,
+    TimerFired,
+    ViewChanged,
+)
 from paceline.core.messages import Release, View
 from paceline.core.trace import Record, Trace
 
-Kind = Literal["compute", "wait", "exchange", "dead"]
+Kind = Literal["compute", "aborted", "wait", "exchange", "dead"]
 NOBODY = -1
 NO_ITERATION = -1
 
@@ -33,7 +43,8 @@ class Span(Struct, frozen=True, gc=False):
 
     `iteration` is the one being computed or, after that, the one just pushed; -1 before the first. `reason`
     is why the pull was parked, `cause` the worker whose push released it: -1 if a change of membership did,
-    or the end of the lane.
+    or the end of the lane. `uncovered` belongs to a computation that was aborted: updates that a shard, in the mean,
+    had more when the iteration was begun again.
     """
 
     worker: int
@@ -45,6 +56,7 @@ class Span(Struct, frozen=True, gc=False):
     reason: str = ""
     cause: int = NOBODY
     shard: int = NOBODY
+    uncovered: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -80,11 +92,27 @@ class Lane:
         self.waits: list[Wait] = []
         """The waits of this gap that are over."""
         self.spans: list[Span] = []
+        self.versions: dict[int, int] = {}
+        """shard -> the version it answered last."""
+        self.aborted: tuple[int, dict[int, int]] | None = None
+        """The place of the last aborted computation among the spans, and what versions it was on."""
 
     def start_compute(self, at: float, iteration: int) -> None:
         self.close(at)
         self.computing = True
         self.iteration = iteration
+        if self.aborted is not None:
+            place, stale = self.aborted
+            uncovered = sum(self.versions[shard] - version for shard, version in stale.items()) / len(stale)
+            self.spans[place] = replace(self.spans[place], uncovered=uncovered)
+            self.aborted = None
+
+    def abort_compute(self, at: float) -> None:
+        before = len(self.spans)
+        self.add("aborted", at)
+        self.computing = False
+        if len(self.spans) > before and self.versions:
+            self.aborted = (before, dict(self.versions))
 
     def finish_compute(self, at: float) -> None:
         self.close(at)
@@ -168,8 +196,12 @@ class Lanes:
             lane.last_s = at
             if lane.end_s is not None:
                 return
-            if type(event) is GradientReady:
+            if type(event) is ParametersArrived:
+                lane.versions[event.parameters.shard] = event.parameters.version
+            elif type(event) is GradientReady:
                 lane.finish_compute(at)
+            elif type(event) is ComputeAborted:
+                lane.abort_compute(at)
             elif type(event) is TimerFired:
                 lane.answer(at, NOBODY, NOBODY)
             for action in record.actions:

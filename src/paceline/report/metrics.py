@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypeVar
 
+import msgspec
 from msgspec import Struct
 
-from paceline.core.actions import Answer, Apply, Drop, Park
-from paceline.core.events import GradientReady, PushArrived, PushRejected, ViewChanged
-from paceline.core.messages import Handle
+from paceline.core.actions import Answer, Apply, Drop, Park, Send
+from paceline.core.events import GradientReady, NotifyArrived, PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.messages import Handle, Resync
 from paceline.core.trace import Record, Trace
 from paceline.report.lanes import Lanes, Span, spans
 from paceline.report.peers import PeerCounts
@@ -35,7 +36,10 @@ NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 class Metrics(Struct):
     """The numbers of one run. `iterations` is gradients computed per configured worker.
 
-    `bytes` counts tensors: pushes that arrived and answers sent. A trace has no sizes of small messages.
+    `bytes` counts tensors: pushes that arrived and answers sent, `pull`. Where computations may be given up, answers to
+    those who begin again are apart (`resync_pull`), and so are notices and re-syncs as they are encoded (`notices`);
+    a trace has no sizes of other small messages. `aborts`, if there are any: how many computations were given up, the
+    seconds they had taken, and the updates that beginning again has uncovered, in the mean.
     """
 
     iterations: int | float
@@ -48,6 +52,7 @@ class Metrics(Struct):
     bytes: dict[str, int]
     waiting_caused_by: dict[int, float]
     waiting_by_reason: dict[str, float]
+    aborts: dict[str, float]
 
 
 def measure(trace: Trace, time_s: float | None = None) -> Metrics:
@@ -65,10 +70,11 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         elif type(record.event) is GradientReady:
             counts.gradients += 1
         elif record.node[0] == "scheduler":
-            counts.parks += sum(type(action) is Park for action in record.actions)
+            counts.take_scheduler(record)
     end_s = max(lanes.last_s, time_s or 0.0)
     lanes.finish(end_s)
-    waits = [span for lane in lanes.lanes.values() for span in lane.spans if span.kind == "wait"]
+    all_spans = [span for lane in lanes.lanes.values() for span in lane.spans]
+    waits = [span for span in all_spans if span.kind == "wait"]
     lifetimes_s = lanes.lifetimes_s()
     workers = trace.header.members.workers
     whole, rest = divmod(counts.gradients, workers)
@@ -80,9 +86,10 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         dpr_per_100=100 * counts.parks * workers / counts.gradients if counts.gradients else 0.0,
         staleness=describe(counts.staleness + peers.staleness),
         dropped=len(counts.dropped) + peers.late,
-        bytes={"push": counts.pushed_bytes, "pull": counts.pulled_bytes, **peers.bytes()},
+        bytes={**counts.bytes(), **peers.bytes()},
         waiting_caused_by=waiting_caused_by(waits),
         waiting_by_reason=waiting_by_reason(waits),
+        aborts=describe_aborts([span for span in all_spans if span.kind == "aborted"]),
     )
 
 
@@ -98,19 +105,24 @@ class Counts:
         self.dropped: set[tuple[int, int, int]] = set()
         self.pushed_bytes = 0
         self.pulled_bytes = 0
+        self.resync_bytes = 0
+        self.notice_bytes = 0
         self.views: dict[int, tuple[int, frozenset[tuple[int, int]]]] = {}
         """shard -> the number and the members of the newest view it has seen."""
 
     def take(self, record: Record) -> None:
         shard = record.node[1]
         event = record.event
+        again = type(event) is PullArrived and event.pull.attempt > 0
         if type(event) is PushArrived or type(event) is PushRejected:
             self.pushed_bytes += event.push.handle.nbytes
         elif type(event) is ViewChanged and event.view.number > self.views.get(shard, NO_VIEW)[0]:
             self.views[shard] = (event.view.number, frozenset(event.view.members))
         for action in record.actions:
             kind = type(action)
-            if kind is Answer:
+            if kind is Answer and again:
+                self.resync_bytes += self.slice_bytes[shard]
+            elif kind is Answer:
                 self.pulled_bytes += self.slice_bytes[shard]
             elif kind is Park:
                 self.parks += 1
@@ -121,6 +133,21 @@ class Counts:
             elif isinstance(action, Drop) and not self.is_ghost(shard, action.handle):
                 handle = action.handle
                 self.dropped.add((handle.source, handle.incarnation, handle.iteration))
+
+    def take_scheduler(self, record: Record) -> None:
+        if type(record.event) is NotifyArrived:
+            self.notice_bytes += len(msgspec.msgpack.encode(record.event.notify))
+        for action in record.actions:
+            if type(action) is Park:
+                self.parks += 1
+            elif isinstance(action, Send) and type(action.message) is Resync:
+                self.notice_bytes += len(msgspec.msgpack.encode(action.message))
+
+    def bytes(self) -> dict[str, int]:
+        usual = {"push": self.pushed_bytes, "pull": self.pulled_bytes}
+        if not self.notice_bytes:
+            return usual
+        return {**usual, "resync_pull": self.resync_bytes, "notices": self.notice_bytes}
 
     def is_ghost(self, shard: int, handle: Handle) -> bool:
         """The shard had seen this incarnation leave (or not yet join) when its gradient arrived."""
@@ -140,6 +167,14 @@ def describe(counts: Counter[int]) -> dict[str, float]:
         "median": (_at(counts, ordered, (total - 1) // 2) + _at(counts, ordered, total // 2)) / 2,
         "max": ordered[-1],
     }
+
+
+def describe_aborts(aborted: list[Span]) -> dict[str, float]:
+    """What giving computations up has cost, and what it was for; nothing if there were none."""
+    if not aborted:
+        return {}
+    seconds, uncovered = sum(span.seconds for span in aborted), sum(span.uncovered for span in aborted)
+    return {"count": len(aborted), "seconds": seconds, "uncovered": uncovered / len(aborted)}
 
 
 def _at(counts: Counter[int], ordered: list[int], position: int) -> int:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from paceline.report.charts import Axis, axis, time_ticks
 from paceline.report.lanes import Kind, Span
 from paceline.report.markup import count, seconds, share, swatch, tag, text
+from paceline.report.planned import mark_keys, marks
 from paceline.report.view import RunView, labels
 
 SHOWN_ITERATIONS = 40
@@ -23,6 +24,7 @@ WIDTH = 10_000
 
 WORDS: dict[Kind, str] = {
     "compute": "computing",
+    "aborted": "computing, given up",
     "wait": "waiting for others",
     "exchange": "push and pull on the way",
     "dead": "gone: done or lost",
@@ -55,7 +57,10 @@ def lanes(runs: list[RunView]) -> str:
     shown_s = window_s(runs)
     if shown_s <= 0:
         return tag("p", "No timeline was recorded.", class_="note")
-    keys = [tag("span", f'<i class="kind {kind}"></i>{text(word)}') for kind, word in WORDS.items()]
+    drawn = {span.kind for run in runs for span in run.spans}
+    usual = [(kind, word) for kind, word in WORDS.items() if kind != "aborted" or kind in drawn]
+    keys = [tag("span", f'<i class="kind {kind}"></i>{text(word)}') for kind, word in usual]
+    keys += mark_keys(runs)
     x = axis(0.0, shown_s, 8, tight=True)
     names = labels(runs)
     figures = [_lanes(index, names[index], run, x) for index, run in enumerate(runs)]
@@ -78,7 +83,7 @@ def _lanes(index: int, name: str, run: RunView, x: Axis) -> str:
     total = len(rows) * (height + gap)
     svg = tag(
         "svg",
-        "".join(groups),
+        "".join(groups) + marks(run.barriers, x, WIDTH, total),
         viewBox=f"0 0 {WIDTH} {total}",
         preserveAspectRatio="none",
         role="img",
@@ -150,6 +155,9 @@ def describe(span: Span) -> str:
         return f"gone, {when}"
     if span.kind == "compute":
         return f"iteration {span.iteration}, {when}"
+    if span.kind == "aborted":
+        uncovered = f"{count(round(span.uncovered, 1))} updates uncovered"
+        return f"iteration {span.iteration} given up and begun again, {when}: {uncovered}"
     after = f"after iteration {span.iteration}" if span.iteration >= 0 else "starting"
     if span.kind == "exchange":
         return f"push and pull {after}, {when}"

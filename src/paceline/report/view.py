@@ -9,8 +9,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from paceline.report.barriers import Barrier
 from paceline.report.lanes import Span
 from paceline.report.markup import seconds
+from paceline.report.peers import PeersView
 
 BASELINE = "bsp"
 
@@ -23,6 +25,10 @@ class RunView(Struct):
     history: list[dict[str, float | None]]
     summary: dict[str, Any]
     spans: list[Span]
+    barriers: list[Barrier] = []
+    """Those that were planned and reached."""
+    peers: PeersView | None = None
+    """Where there were no servers."""
 
     def number(self, *path: str) -> float | None:
         """A finite number of the summary, or None where it is missing: `run.number("final", "loss")`."""

@@ -12,21 +12,23 @@ from paceline.reproductions.backup_choice import BackupChoice
 from paceline.reproductions.backup_staleness import BackupStaleness
 from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Claim, Findings, Reproduction
+from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.hop_backup import HopBackup
+from paceline.reproductions.hop_graphs import HopGraphs
+from paceline.reproductions.hop_skip import HopSkip
+from paceline.reproductions.hop_staleness import HopStaleness
+from paceline.reproductions.specsync import SpecSyncSpeed
+from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 from paceline.reproductions.zipline_search import ZipLineSearch
 
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
     for reproduction in (
-        BackupChoice,
-        BackupStaleness,
-        BackupSyncAsync,
-        FluentPSOverlap,
-        FluentPSPSSP,
-        FluentPSLazy,
-        ZipLineSearch,
+        *(BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy),
+        *(ZipLineSearch, ElasticBSPs, SpecSyncWaiting, SpecSyncSpeed, HopBackup, HopStaleness, HopSkip, HopGraphs),
     )
 }
 

@@ -10,8 +10,8 @@ takes as long as it likes. With `faults`, workers are killed: what they had sent
 off after a random prefix of each link; what they had not sent never does. Some are only *thought* dead and go on.
 The same rank comes back under the next incarnation, often before anybody noticed that it had gone, and new
 ranks join. One authority numbers the views; each receiver gets each view after a delay of its own, so a join
-overtakes a loss. A push may arrive twice, the second time much later; so may a pull. A slice may be rejected. A
-worker that is to compute iteration `iterations` is done and leaves.
+overtakes a loss. A push may arrive twice, the second time much later; so may a pull, a notice and a re-sync. A slice
+may be rejected. A worker that is to compute iteration `iterations` is done and leaves.
 
 Timers fire when they are due. A policy that wants the significance of pushes is given random ones.
 
@@ -38,8 +38,14 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *answer*: once to each pull of a member, not to a copy of it, for at least the iteration asked for, with the
   shard's version, saying truly whether the worker's last push was dropped.
 
+- *fresh*: a gradient was computed on the parameters that its shard gave its worker last;
+- *abort*: a computation is aborted only while it runs, and an iteration once at most; if it is begun again, then
+  after that. (The abort may come too late, and the gradient all the same.) A second pull for it is not parked;
 - *together* (a policy that `has_scheduler`): a shard reports its V as it is, and the scheduler releases a worker
-  only when the policy's pull condition holds for the smallest V of all shards.
+  only when the policy's pull condition holds for the smallest V of all shards;
+- *stop* (a policy whose scheduler sends plans): while some member in the last plan a shard was told is not at its
+  stop, that shard answers nobody who asks for its stop or more, nor whoever is not in the plan; and it parks nobody
+  else.
 
 Whatever a machine raises, its own `check()` included, is rule *machine*. Write a policy, then play it a
 thousand times: a condition that is wrong in one interleaving of a thousand shows within seconds.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import assert_never
 
 from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
-from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
-from paceline.core.messages import Handle, Parameters, Pull, Rise, View
+from paceline.core.events import Event, PlanArrived, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
+from paceline.core.messages import Handle, Parameters, Plan, Pull, Rise, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.words import Process, asker, author, in_words, name
 from paceline.testing.story import Story
@@ -41,8 +41,8 @@ class Ledger:
         self.V = self.V_before = 0
         self.enough: dict[int, int] = {}
         """Of each finished iteration: how many live members' gradients its step is on, under a policy with `extra`."""
-        self.heard: dict[Process, int] = {}
-        """The iteration each process asked for last. Its pulls rise: one that does not is a copy."""
+        self.heard: dict[Process, tuple[int, int]] = {}
+        """The iteration each process asked for last, and the attempt at it. They rise: what does not is a copy."""
         self.asked: dict[Process, Pull] = {}
         """Pulls not answered yet."""
         self.parked: set[Process] = set()
@@ -53,6 +53,12 @@ class Ledger:
         consumed."""
         self.dropped: set[Process] = set()
         self.version = 0
+        self.planned = 0
+        """The number of the last plan."""
+        self.stops: dict[Process, int] | None = None
+        """Where its members are to stop; None before the first."""
+        self.given: dict[Process, int] = {}
+        """The version each process was answered last."""
 
     def note(self, event: Event) -> None:
         self.V_before = self.V
@@ -67,12 +73,14 @@ class Ledger:
                 self.owing &= self.next.keys()
                 for process, pull in self.asked.items():
                     self.promise(process, pull.iteration)
+            case PlanArrived(plan=plan) if plan.number > self.planned:
+                self.note_plan(plan)
             case TimerFired(timer=timer):
                 self.overtime |= timer == self.V
             case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
                 self.note_push(push.handle, good=isinstance(event, PushArrived))
-            case PullArrived(pull=pull) if pull.iteration > self.heard.get(asker(pull), -1):
-                self.heard[asker(pull)] = pull.iteration
+            case PullArrived(pull=pull) if (pull.iteration, pull.attempt) > self.heard.get(asker(pull), (-1, 0)):
+                self.heard[asker(pull)] = (pull.iteration, pull.attempt)
                 self.asked[asker(pull)] = pull
                 self.parked.discard(asker(pull))
                 self.owing.discard(asker(pull))
@@ -82,6 +90,8 @@ class Ledger:
 
     def note_push(self, handle: Handle, good: bool) -> None:
         process = author(handle)
+        fresh = handle.version == self.given.get(process)
+        self.expect(fresh, "fresh", f"{handle}, but it was given version {self.given.get(process)} last")
         self.fate[handle] = "good" if good and process in self.next else "bad"
         if self.fate[handle] == "good" and process in self.owing and handle.iteration < self.V:
             self.fate[handle] = "owed"
@@ -90,6 +100,17 @@ class Ledger:
         if process in self.next and good:
             self.pushed.add((process, handle.iteration))
         self.promise(process, handle.iteration + 1)
+
+    def note_plan(self, plan: Plan) -> None:
+        self.planned = plan.number
+        named = {(worker, life): stop for worker, life, stop in plan.stops}
+        self.stops = {process: stop for process, stop in named.items() if process in self.next}
+
+    def is_stopped(self, process: Process, iteration: int) -> bool:
+        """Whether a plan that is not over forbids this worker to have the parameters of `iteration`."""
+        stops = self.stops or {}
+        over = all(self.next.get(other, stop) >= stop for other, stop in stops.items())
+        return not over and iteration >= stops.get(process, 0)
 
     def promise(self, process: Process, iteration: int) -> None:
         if process in self.next:
@@ -157,6 +178,8 @@ class Ledger:
                 self.expect(process in self.parked, "parked", f"not even parked: {in_words(pull)}")
                 others_at = [at for other, at in self.next.items() if other != process]
                 waits = any(at < pull.iteration + self.patience for at in others_at)
+                if self.stops is not None:
+                    waits = self.is_stopped(process, pull.iteration)
                 self.expect(waits, "parked", f"waits for nobody: {in_words(pull)}")
 
     def judge_apply(self, apply: Apply, what: str) -> None:
@@ -192,8 +215,12 @@ class Ledger:
         self.parked.discard(process)
         asked = process in self.next and pull is not None and pull.iteration <= parameters.iteration
         self.expect(asked, "answer", f"{what}, which asked for {pull}")
+        if pull is not None:
+            stopped = self.is_stopped(process, pull.iteration)
+            self.expect(not stopped, "stop", f"{what}, but plan {self.planned} is not over: {self.stops}")
         self.expect(parameters.version == self.version, "answer", f"{what}, the version is {self.version}")
         self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
+        self.given[process] = parameters.version
         self.lowest[process] = (min(self.next.values()), self.policy.bound)
         self.judge_bound(process, parameters.iteration)
 
@@ -206,6 +233,7 @@ class Ledger:
         process = asker(park.pull)
         asked = self.asked.get(process) == park.pull and process not in self.parked
         self.expect(asked, "parked", f"nobody asked, or it is parked already: {what}")
+        self.expect(park.pull.attempt == 0, "parked", f"it was let through before: {what}")
         others = {rank for rank, _ in self.next} - {park.pull.worker}
         known = set(park.waits_for) <= others and 0 < park.waits_for_count <= len(others) and park.reason
         self.expect(bool(known), "parked", f"for whom? {what}")

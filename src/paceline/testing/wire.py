@@ -9,8 +9,9 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from paceline.core.actions import Answer, Compute, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Compute, Send, SetTimer
 from paceline.core.events import (
+    ComputeAborted,
     Event,
     GradientReady,
     NotifyArrived,
@@ -83,7 +84,9 @@ class Run:
         self.processes: dict[Process, Machine] = {}
         self.expelled: set[Process] = set()
         """Those that were given up but go on."""
-        self.computed: dict[Process, int] = {}
+        self.computed: dict[Process, tuple[int, int]] = {}
+        """The iteration each process was ordered to compute last, and the attempt at it."""
+        self.running: dict[Process, Compute] = {}
         self.incarnations: dict[int, int] = {}
         self.view = View(0, ())
         self.faults = False
@@ -148,9 +151,13 @@ class Run:
             case Release() as release:
                 self.step(Node("worker", process[0]), ReleaseArrived(self.now, release), process)
             case Notify() as notify:
-                self.step(SCHEDULER, NotifyArrived(self.now, notify))
+                self.notify(notify)
+                if self.faults and self.random.random() < 0.05:
+                    self.later(self.delay() * 5, self.notify, notify)
             case Resync() as resync:
-                self.step(Node("worker", process[0]), ResyncArrived(self.now, resync), process)
+                self.resync(process, resync)
+                if self.faults and self.random.random() < 0.05:
+                    self.later(self.delay() * 5, self.resync, process, resync)
             case Plan() as plan:
                 self.step(Node("server", process[1]), PlanArrived(self.now, plan))
 
@@ -165,6 +172,12 @@ class Run:
     def pull(self, shard: int, pull: Pull) -> None:
         node = SCHEDULER if shard == SCHEDULING else Node("server", shard)
         self.step(node, PullArrived(self.now, pull))
+
+    def notify(self, notify: Notify) -> None:
+        self.step(SCHEDULER, NotifyArrived(self.now, notify))
+
+    def resync(self, process: Process, resync: Resync) -> None:
+        self.step(Node("worker", process[0]), ResyncArrived(self.now, resync), process)
 
     def step(self, node: Node, event: Event, process: Process = (0, 0)) -> None:
         """Hand an event to a machine, judge what it orders, carry it out. The dead hear nothing."""
@@ -190,6 +203,8 @@ class Run:
                     self.send(self.link(node, process, to, message), message)
                 case Compute():
                     self.compute(process, action)
+                case AbortCompute():
+                    self.abort(process, action)
                 case SetTimer(timer, after_s):
                     due = self.now + after_s
                     self.later(after_s, self.step, node, TimerFired(due, timer), process)
@@ -215,19 +230,38 @@ class Run:
         return process, to.rank if to.role == "server" else SCHEDULING, True
 
     def compute(self, process: Process, compute: Compute) -> None:
-        new = compute.iteration > self.computed.get(process, -1)
-        self.story.expect(new, "answer", f"worker {name(process)} is to {in_words(compute)} again")
-        self.computed[process] = compute.iteration
+        iteration, attempts = self.computed.get(process, (-1, 0))
+        new = compute.iteration > iteration and compute.attempt == 0
+        again = (compute.iteration, compute.attempt) == (iteration, attempts + 1) and process not in self.running
+        self.story.expect(new or again, "answer", f"worker {name(process)} is to {in_words(compute)} again")
+        self.computed[process] = (compute.iteration, compute.attempt)
         for ledger in self.ledgers:
             ledger.judge_bound(process, compute.iteration)
         if compute.iteration < self.iterations:
             duration = self.pace[process] * self.random.uniform(0.5, 1.5)
             sizes = self.story.trace.header.slice_bytes
             ready = GradientReady(self.now + duration, compute.iteration, compute.attempt, sizes)
-            self.later(duration, self.step, Node("worker", process[0]), ready, process)
+            self.running[process] = compute
+            self.later(duration, self.finish, process, compute, ready)
         else:
             del self.processes[process]
             self.lose(process)
+
+    def finish(self, process: Process, compute: Compute, ready: GradientReady) -> None:
+        if self.running.get(process) == compute:
+            del self.running[process]
+            self.step(Node("worker", process[0]), ready, process)
+
+    def abort(self, process: Process, abort: AbortCompute) -> None:
+        """It comes in time, or the computation is as good as done and beats it."""
+        runs = self.running.get(process) == Compute(abort.iteration, abort.attempt)
+        self.story.expect(runs, "abort", f"worker {name(process)} is to {in_words(abort)}, which it does not compute")
+        self.story.expect(abort.attempt == 0, "abort", f"worker {name(process)} is to {in_words(abort)}")
+        if self.random.random() < 0.7:
+            del self.running[process]
+            delay = self.delay()
+            aborted = ComputeAborted(self.now + delay, abort.iteration, abort.attempt)
+            self.later(delay, self.step, Node("worker", process[0]), aborted, process)
 
     def kill(self) -> None:
         """A worker dies, or is only thought to have died."""

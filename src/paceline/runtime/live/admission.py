@@ -64,7 +64,7 @@ class Admission:
             driver.keeper.check_layout(lead.layout)
         if driver.policy is None:
             driver.policy = policies.parse(lead.policy or DEFAULT_POLICY)
-        driver.policy.validate(driver.members)
+        policies.check_live(driver.policy).validate(driver.members)
         driver.epoch_s = time.monotonic()
         if driver.policy.has_scheduler:
             driver.scheduling = Scheduling(driver, driver.policy, driver.folder.path / "trace")

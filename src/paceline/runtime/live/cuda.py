@@ -8,12 +8,15 @@ Nothing here is touched by a run whose models are on the CPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+AHEAD = 2
+"""Places the host may be ahead of the device under `Pace`."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device, not only the current one."""
 
@@ -58,3 +61,23 @@ def pin(segment: Tensor, device: torch.device) -> str:
 
 def unpin(segment: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(segment.data_ptr())
+
+
+class Pace:
+    """Keeps the host from running ahead of a GPU by more than a few layers, so that it can be interrupted.
+
+    Without it the host has given the device a whole iteration within milliseconds, and then there is no hook left
+    that could stop anything.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.device = next(tensor.device for tensor in tensors if tensor.device.type == "cuda")
+        self.marks: deque[torch.cuda.Event] = deque()
+
+    def keep(self) -> None:
+        """Mark this place, and wait until the device has passed the one before the last."""
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self.device))
+        self.marks.append(mark)
+        if len(self.marks) > AHEAD:
+            self.marks.popleft().synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.policy import Policy
 from paceline.tensors.layout import Layout
@@ -27,6 +27,8 @@ class Described:
     buffers: dict[str, Tensor]
     aliases: dict[str, str]
     """Second names of tied weights."""
+    module: nn.Module | None = None
+    """The model itself, if the script has named it."""
 
     def digest(self, policy: Policy | None) -> str:
         """What must be the same on every worker."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from paceline import cluster
 from paceline.runtime.live import wire
 from paceline.runtime.live.process import Stopped
+
+LOOK_S = 0.001
+"""How often a worker that sleeps in place of computing looks whether it is to stop."""
 
 
 class Hindrance:
@@ -22,16 +26,18 @@ class Hindrance:
         if self.scenario is not None:
             self.slowdown = self.scenario.slowdowns(rank, config.members.workers, config.seed)
 
-    def slow_down(self, started: float) -> None:
-        """Make the iteration that began at `started` as long as the scenario says."""
+    def slow_down(self, started: float, look: Callable[[], None] | None = None) -> None:
+        """Make the computation that began at `started` as long as the scenario says; `look` now and then meanwhile."""
         if self.scenario is None:
             return
         took = time.monotonic() - started
         known = self.scenario.undisturbed_s()
         undisturbed = took if known is None else known
-        remaining = self.slowdown() * undisturbed - took
-        if remaining > 0:
-            time.sleep(remaining)
+        until = time.monotonic() - took + self.slowdown() * undisturbed
+        while (remaining := until - time.monotonic()) > 0:
+            time.sleep(remaining if look is None else min(remaining, LOOK_S))
+            if look is not None:
+                look()
 
     def strike(self, iteration: int) -> None:
         """Let the faults of this iteration, or of one that was skipped, happen."""

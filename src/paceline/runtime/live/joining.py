@@ -16,10 +16,12 @@ from paceline import policies
 from paceline.core.events import ViewChanged
 from paceline.core.messages import Node
 from paceline.core.policy import Policy
+from paceline.core.speculation import SpeculativeWorker
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat
 from paceline.runtime.live import memory, wire
+from paceline.runtime.live.aborting import Aborting, tell_ignored
 from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
@@ -68,6 +70,11 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     worker.changes = [tensor._version for tensor in model.tensors]
     if overlap:
         worker.overlap = Overlap(model.tensors, [entry.name for entry in layout.entries], worker.transfer)
+    if isinstance(worker.machine, SpeculativeWorker):
+        if overlap:
+            tell_ignored(worker.rank, "overlap=True")
+        else:
+            worker.aborting = Aborting(worker, model.tensors, model.module)
     if begin.hyper is not None:
         worker.sent_hyper = begin.hyper
     return begin.hyper

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
+from paceline.runtime.live import bell
 from paceline.tensors.layout import Layout
 
 PREFIX = "paceline-"
@@ -122,6 +123,7 @@ def remove(folder: Path, rank: int, incarnation: int) -> None:
     """Give back the segments of a worker that has ended: the servers that still use them have them mapped."""
     segment_path(folder, rank, incarnation).unlink(missing_ok=True)
     staging_path(folder, rank, incarnation).unlink(missing_ok=True)
+    bell.path(folder, rank, incarnation).unlink(missing_ok=True)
 
 
 def attach(path: Path, layout: Layout) -> Tensor:

@@ -1,7 +1,8 @@
 """The scheduler of a live run, where the policy has one: a machine in the driver's process.
 
 Workers and servers have a connection to the driver anyhow, so they send their pulls and their reports there, and a
-release comes back the same way. The driver tells it every view. If a server is restarted from a checkpoint, its
+release comes back the same way; a re-sync is written where a worker sees it while it computes (`bell.py`). The driver
+tells it every view. If a server is restarted from a checkpoint, its
 first word is where it stands; workers that wait for a release then say their push again (`worker.py`).
 """
 
@@ -19,6 +20,7 @@ from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.runtime.driver import NoSuchAction, SchedulerCarrier, Seat
 from paceline.runtime.live import wire
+from paceline.runtime.live.bell import Bells
 from paceline.runtime.live.recording import TraceFile
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Scheduling(SchedulerCarrier):
         """Why each parked worker waits."""
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
+        self.bells = Bells(driver.folder.path)
 
     def now(self) -> float:
         return time.monotonic() - self.driver.epoch_s
@@ -62,15 +65,18 @@ class Scheduling(SchedulerCarrier):
 
     def announce(self, view: View) -> None:
         self.seat.tell(ViewChanged(self.now(), view))
+        self.bells.announce(view)
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason
 
     def send(self, action: Send) -> None:
         match action.message:
-            case Release() | Resync() as message:
-                self.waits.pop(message.worker, None)
-                self.driver.tell_worker(message.worker, message.incarnation, wire.Told(message))
+            case Release() as release:
+                self.waits.pop(release.worker, None)
+                self.driver.tell_worker(release.worker, release.incarnation, wire.Told(release))
+            case Resync() as resync:
+                self.bells.ring(resync)
             case Plan() as plan:
                 self.driver.servers.tell(action.to.rank, wire.Planned(plan))
             case _:
@@ -80,4 +86,5 @@ class Scheduling(SchedulerCarrier):
         heappush(self.timers, (self.now() + action.after_s, action.timer))
 
     def close(self) -> None:
+        self.bells.close()
         self.trace.close()

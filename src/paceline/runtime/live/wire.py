@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
-from paceline.core.messages import FromScheduler, Members, Parameters, Plan, Pull, Push, ToScheduler, View
+from paceline.core.messages import Members, Parameters, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
@@ -189,9 +189,9 @@ class Ask(Struct, frozen=True, tag=True):
 
 
 class Told(Struct, frozen=True, tag=True):
-    """What the scheduler tells a worker."""
+    """What the scheduler tells a worker that waits."""
 
-    message: FromScheduler
+    message: Release
 
 
 class Planned(Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,15 +17,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.core.actions import Compute, Send, SetTimer
-from paceline.core.events import GradientReady, ParametersArrived, ReleaseArrived, ResyncArrived, TimerFired
-from paceline.core.messages import Notify, Parameters, Pull, Push, Release, Resync
+from paceline.core.actions import AbortCompute, Compute, Send, SetTimer
+from paceline.core.events import (
+    ComputeAborted,
+    GradientReady,
+    ParametersArrived,
+    ReleaseArrived,
+    ResyncArrived,
+    TimerFired,
+)
+from paceline.core.messages import Notify, Parameters, Pull, Push, Resync
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import NoSuchAction, Seat, WorkerCarrier
 from paceline.runtime.live import joining, wire
+from paceline.runtime.live.aborting import Aborting
 from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.hands import Hands
 from paceline.runtime.live.hindering import Hindrance
@@ -80,6 +88,10 @@ class LiveWorker(WorkerCarrier):
         self.hindrance = Hindrance(self.config, rank, incarnation)
         self.pid = os.getpid()
         self.overlap: Overlap | None = None
+        self.aborting: Aborting | None = None
+        """Under a policy that gives computations up."""
+        self.stretched: Compute | None = None
+        """The computation that was last made as long as the scenario says."""
         # What `begin` adds.
         self.model: Described
         self.layout: Layout
@@ -160,8 +172,29 @@ class LiveWorker(WorkerCarrier):
         self.flush(absent, changed, refusal)
         self.await_parameters()
 
+    def begin_again(self) -> None:
+        """The computation that was ordered is given up: return when fresh parameters for it are there."""
+        ordered = self.ordered
+        assert ordered is not None
+        self.seat.tell(ResyncArrived(self.now(), Resync(self.rank, self.incarnation, ordered.iteration)))
+        self.ordered = None
+        self.seat.tell(ComputeAborted(self.now(), ordered.iteration, ordered.attempt))
+        self.flush()
+        self.await_order()
+
     def await_parameters(self) -> None:
-        """Return when the machine orders the next computation.
+        """Return when the machine has ordered the next iteration's computation, and settle the last one's samples."""
+        self.await_order()
+        if time.monotonic() - self.heard_s > HEAR_S:
+            self.hear_driver()
+        # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
+        self.hands.settle(counted=self.refused or not all(self.machine.dropped))
+        self.pushed = ()
+        if self.stopping:
+            raise Stopped
+
+    def await_order(self) -> None:
+        """Return when the machine orders a computation, and the model holds the parameters for it.
 
         All shards must answer before that, so it does not matter whom we hear first. An answer may lead to another
         pull, of the same shard too.
@@ -189,13 +222,6 @@ class LiveWorker(WorkerCarrier):
         if not self.segments.in_place:
             self.transfer.load()
             self.changes = [tensor._version for tensor in self.model.tensors]
-        if time.monotonic() - self.heard_s > HEAR_S:
-            self.hear_driver()
-        # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
-        self.hands.settle(counted=self.refused or not all(self.machine.dropped))
-        self.pushed = ()
-        if self.stopping:
-            raise Stopped
 
     def give_up_waiting(self) -> None:
         """A run that is to end does not wait long for an answer."""
@@ -264,10 +290,8 @@ class LiveWorker(WorkerCarrier):
                     link.path = path
                     link.reopen()
                     self.say_again(shard)
-            case wire.Told(Release() as release):
+            case wire.Told(release):
                 self.seat.tell(ReleaseArrived(self.now(), release))
-            case wire.Told(Resync() as resync):
-                self.seat.tell(ResyncArrived(self.now(), resync))
             case wire.Dealt():
                 self.hands.take(message)
             case wire.Refuse(reason):
@@ -300,9 +324,15 @@ class LiveWorker(WorkerCarrier):
 
     def slow_down(self, started: float) -> None:
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
-        self.hindrance.slow_down(started)
+        self.stretch(started)
         self.hindrance.strike(self.machine.iteration)
         self.pass_slow_link()
+
+    def stretch(self, started: float, look: Callable[[], None] | None = None) -> None:
+        """Make the computation that is ordered as long as the scenario says, once; `look` now and then meanwhile."""
+        if self.stretched is not self.ordered:
+            self.stretched = self.ordered
+            self.hindrance.slow_down(started, look)
 
     def pass_slow_link(self) -> None:
         """A scenario's slow connection takes its time."""
@@ -322,6 +352,8 @@ class LiveWorker(WorkerCarrier):
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
             self.trace.close()
+        if self.aborting is not None:
+            self.aborting.close()
         if hasattr(self, "segments"):
             self.segments.close()
         for link in (self.driver, *self.servers):
@@ -330,6 +362,9 @@ class LiveWorker(WorkerCarrier):
 
     def compute(self, action: Compute) -> None:
         self.ordered = action
+
+    def abort_compute(self, action: AbortCompute) -> None:
+        """Done already: the machine hears of a re-sync only after `Aborting` has given the computation up."""
 
     def send(self, action: Send) -> None:
         message = action.message

@@ -133,7 +133,7 @@ class Gradients:
         self.pending[key] = Pending(parameters, samples, len(self.shards))
 
     def cancel(self, key: Key) -> None:
-        """The computation died with its worker."""
+        """The computation died with its worker, or was given up."""
         self.pending.pop(key, None)
 
     def take(self, handle: Handle, shard: int) -> Tensor:

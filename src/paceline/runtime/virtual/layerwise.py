@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.actions import Send
 from paceline.core.events import Event, ParametersArrived
-from paceline.core.messages import Pull
+from paceline.core.messages import Notify, Pull
 from paceline.runtime.virtual.nodes import VirtualWorker
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ class LayerwiseWorker(VirtualWorker):
         The machine orders the bottom layer's push first, so the end of the way back is known before any pull.
         """
         engine = self.simulation.engine
+        if isinstance(action.message, Notify):
+            self.dispatch(action)
+            return
         if not isinstance(action.message, Pull):
             leaves_at = engine.now + (self.layers - 1 - action.to.rank) * BACK * self.layer_s
             self.back_at = max(self.back_at, leaves_at)

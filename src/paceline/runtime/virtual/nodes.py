@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import (
+    ComputeAborted,
     Event,
     GradientReady,
     ParametersArrived,
@@ -188,10 +189,18 @@ class VirtualWorker(WorkerCarrier):
 
     def finish(self, action: Compute) -> None:
         engine = self.simulation.engine
-        if not self.alive:
+        if not self.alive or self.computing is not action:
             return
         self.computing = None
         self.tell(GradientReady(engine.now, action.iteration, action.attempt, self.simulation.slice_bytes))
+
+    def abort_compute(self, action: AbortCompute) -> None:
+        """What was computed until now took its time and is lost."""
+        engine = self.simulation.engine
+        self.computing = None
+        self.simulation.gradients.cancel((self.rank, self.incarnation, action.iteration))
+        aborted = ComputeAborted(engine.now, action.iteration, action.attempt)
+        engine.tell(engine.now, COMPUTE, self.tell, aborted)
 
     def set_timer(self, action: SetTimer) -> None:
         due = self.simulation.engine.now + action.after_s

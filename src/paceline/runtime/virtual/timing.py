@@ -1,17 +1,19 @@
 """A virtual run without tensors: who waits for whom and how long, and nothing is learned.
 
 The machines, the wires and the clock are those of a simulation; gradients are names only. So it is fast enough to
-ask what a policy does with 10 000 workers. A worker stops after `iterations`; nobody is waiting for it then.
+ask what a policy does with 10 000 workers. A worker stops after `iterations`; nobody is waiting for it then, unless a
+scheduler has planned otherwise: where there is one, it leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster
-from paceline.core.actions import Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Send, SetTimer
 from paceline.core.events import (
+    ComputeAborted,
     GradientReady,
     ParametersArrived,
     PlanArrived,
@@ -22,7 +24,7 @@ from paceline.core.events import (
     TimerFired,
     ViewChanged,
 )
-from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Push, Release
+from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Push, Release, View
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.trace import Header, Record, Trace
@@ -58,6 +60,7 @@ class Timing:
         header = Header("timing", str(plan.policy), plan.members, plan.seed, self.slice_bytes)
         self.trace = Trace(header)
         self.updates = 0
+        self.authority = Authority()
         self.done: set[int] = set()
         """The workers that have done their iterations."""
         self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
@@ -91,24 +94,28 @@ class Timing:
 
     def note_done(self, rank: int) -> None:
         self.done.add(rank)
+        if self.plan.policy.has_scheduler:
+            self.announce(self.authority.remove(rank))
         if len(self.done) == self.plan.members.workers:
             self.engine.wind_up()
 
     def run(self) -> int:
         """Run to the end; the number of events that machines handled."""
-        view = Authority().admit(dict.fromkeys(range(self.plan.members.workers), 0))
-        arrival = self.plan.cluster.latency_s
-        seats = [server.seat for server in self.servers] + [worker.seat for worker in self.workers]
+        view = self.authority.admit(dict.fromkeys(range(self.plan.members.workers), 0))
+        self.announce(view, [worker.seat for worker in self.workers])
+        self.engine.run()
+        if left := self.plan.members.workers - len(self.done):
+            after = f"nobody can go on after {self.engine.now:.2f} s"
+            raise PacelineError(f"{self.plan.policy}: {after}, {left} are not done")
+        return self.engine.sequence
+
+    def announce(self, view: View, also: Sequence[Seat] = ()) -> None:
+        """Tell the shards, and the scheduler if there is one."""
+        arrival = self.engine.now + self.plan.cluster.latency_s
+        seats = [*(server.seat for server in self.servers), *also]
         seats += [self.scheduler.seat] if self.plan.policy.has_scheduler else []
         for seat in seats:
             self.engine.tell(arrival, MESSAGE, seat.tell, ViewChanged(arrival, view))
-        self.engine.run()
-        if len(self.done) < self.plan.members.workers:
-            left = self.plan.members.workers - len(self.done)
-            raise PacelineError(
-                f"{self.plan.policy}: nobody can go on after {self.engine.now:.2f} s, {left} are not done"
-            )
-        return self.engine.sequence
 
 
 class TimedServer(ServerCarrier):
@@ -160,16 +167,28 @@ class TimedWorker(WorkerCarrier):
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
         self.tell = self.seat.tell
+        self.computing: tuple[int, int] | None = None
+        """Iteration and attempt. The end of a computation that was given up is of no interest when it comes."""
         self.take: Callable[[ParametersArrived], None] = self.tell
         """What has come from a server, as far as the server is concerned."""
 
     def compute(self, action: Compute) -> None:
         if action.iteration < self.iterations:
+            self.computing = (action.iteration, action.attempt)
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
-            self.engine.tell(done, COMPUTE, self.tell, ready)
+            self.engine.tell(done, COMPUTE, self.finish, ready)
         else:
             self.timing.note_done(self.rank)
+
+    def finish(self, ready: GradientReady) -> None:
+        if self.computing == (ready.iteration, ready.attempt):
+            self.tell(ready)
+
+    def abort_compute(self, action: AbortCompute) -> None:
+        now = self.engine.now
+        self.computing = None
+        self.engine.tell(now, COMPUTE, self.tell, ComputeAborted(now, action.iteration, action.attempt))
 
     def send(self, action: Send) -> None:
         server, message, engine = self.timing.servers[action.to.rank], action.message, self.engine

@@ -1,0 +1,216 @@
+"""Give up a computation whose parameters have become stale, and begin it again on fresh ones (SpecSync, 000, IV and V).
+
+Three machines take part; the shards do not know (000, V.B: servers are agnostic). A pull that asks for the same
+iteration once more is answered like any other, only never parked: its worker had been let through already.
+
+    worker       push i, pull i+1; when all parameters are there: notify the scheduler, compute
+    scheduler    on a notice: write down the time, and look again after ABORT_TIME; then, if *others* have given notice
+                 more than m * ABORT_RATE times since (m: the live workers): tell the worker to re-sync
+    worker       if it is still computing that iteration, and for the first time: abort, pull again, start over
+
+A notice stands for a push, so the first iteration of a worker's life has none: nothing was pushed before it (000,
+Algorithm 2, lines 2 and 8 to 10). There is one timer for each worker (V.B), which the next notice sets anew: when an
+iteration is over sooner than ABORT_TIME, nobody is told to begin it again.
+
+The window is open on the left and closed on the right: a notice that comes at the very instant at which the timer
+fires counts. Such ties are usual in virtual time, since a tuned ABORT_TIME is a difference of two notices; runtimes
+deliver messages before they fire timers.
+
+An abort is never late by mistake: a computation that is done beats it, a re-sync for any other iteration is ignored,
+and no iteration is aborted twice, so that every one comes to an end.
+
+**Tuning.** Where ABORT_TIME and ABORT_RATE are not fixed, `tune` finds them from what the scheduler has seen, once an
+epoch: when every live worker has given notice since the last time, and twice in its life, so that its last complete
+iteration is known (000, Algorithm 1; `policies/tuning.py`). Until then, and when `tune` finds nothing, nobody
+speculates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.core.actions import AbortCompute, Send, SetTimer
+from paceline.core.events import ComputeAborted, GradientReady, NotifyArrived, ResyncArrived, TimerFired, ViewChanged
+from paceline.core.machine import IllegalEvent, Machine, require
+from paceline.core.messages import Members, Node, Notify, Resync
+from paceline.core.scheduler import SCHEDULER
+from paceline.core.worker import Worker
+
+
+class Speculation(NamedTuple):
+    """When a worker's computation is looked at again, and how many pushes of others, as a share of m, end it."""
+
+    abort_time_s: float
+    abort_rate: float
+
+
+class Iteration(NamedTuple):
+    """A worker's last complete iteration, from notice to notice."""
+
+    began_s: float
+    span_s: float
+
+
+class Notices(NamedTuple):
+    """What the scheduler was told: when, in order, and by whom."""
+
+    times: Sequence[float]
+    workers: Sequence[int]
+
+
+Tune = Callable[[Notices, Mapping[int, Iteration]], Speculation | None]
+"""Each live worker's last iteration, and all notices since the first of them began -> what to do from now on, if
+anything."""
+
+
+class SpeculativeWorker(Worker):
+    """Gives notice when it begins to compute; begins again, once, if it is told to."""
+
+    def __init__(self, rank: int, members: Members) -> None:
+        super().__init__(rank, members)
+        self.has_pushed = False
+        self.aborting = False
+        """It was told to re-sync, and its computation has not ended yet, in one way or the other."""
+
+    def start(self) -> None:
+        if self.attempt == 0 and self.has_pushed:
+            self.actions.append(Send(SCHEDULER, Notify(self.rank, self.incarnation, self.iteration)))
+        super().start()
+
+    def on_resync_arrived(self, event: ResyncArrived) -> None:
+        resync = event.resync
+        meant = (resync.incarnation, resync.iteration) == (self.incarnation, self.iteration)
+        if meant and self.computing and self.attempt == 0 and not self.aborting:
+            self.aborting = True
+            self.actions.append(AbortCompute(self.iteration, self.attempt))
+
+    def on_compute_aborted(self, event: ComputeAborted) -> None:
+        if not self.aborting or (event.iteration, event.attempt) != (self.iteration, self.attempt):
+            raise IllegalEvent(
+                f"worker {self.rank} did not abort attempt {event.attempt} at iteration {event.iteration}"
+            )
+        self.computing = self.aborting = False
+        self.attempt += 1
+        self.pull(list(range(len(self.shards))), self.iteration)
+
+    def on_gradient_ready(self, event: GradientReady) -> None:
+        super().on_gradient_ready(event)
+        self.aborting = False
+        self.has_pushed = True
+
+    def check(self) -> None:
+        super().check()
+        require(self.computing or not self.aborting, f"worker {self.rank} aborts what it does not compute")
+        require(self.attempt <= 1, f"worker {self.rank} is at attempt {self.attempt}")
+
+
+class Watch(NamedTuple):
+    """What a timer was set for: the iteration of `notice`, which began at `since_s`.
+
+    It is judged by the rate that goes with its time, even if an epoch has ended since.
+    """
+
+    notice: Notify
+    since_s: float
+    speculation: Speculation
+
+
+class Speculator(Machine):
+    """The scheduler: hears who begins an iteration, and sends back those who began too soon."""
+
+    def __init__(self, in_force: Speculation | None, tune: Tune | None) -> None:
+        super().__init__()
+        self.in_force = in_force
+        """None while nobody is to speculate."""
+        self.tune = tune
+        self.view_number = 0
+        self.incarnations: dict[int, int] = {}
+        """The live members and their incarnations."""
+        self.times: list[float] = []
+        self.workers: list[int] = []
+        """When notice was given, and by whom, as far back as a watch or the next tuning looks."""
+        self.newest: dict[int, tuple[Notify, float]] = {}
+        """The last notice of each worker, and when."""
+        self.iterations: dict[int, Iteration] = {}
+        """The last complete iteration of each live worker that has given notice twice."""
+        self.missing: set[int] = set()
+        """Live workers that have not given notice in this epoch."""
+        self.timers = 0
+        self.watches: dict[int, Watch] = {}
+        """By timer; one for each worker at most counts, the last."""
+
+    def on_view_changed(self, event: ViewChanged) -> None:
+        if event.view.number <= self.view_number:
+            return
+        before, named = self.incarnations, dict(event.view.members)
+        self.view_number, self.incarnations = event.view.number, named
+        for worker in before:
+            if named.get(worker) != before[worker]:
+                self.missing.discard(worker)
+                self.iterations.pop(worker, None)
+        for worker, incarnation in named.items():
+            if before.get(worker) != incarnation:
+                self.missing.add(worker)
+
+    def on_notify_arrived(self, event: NotifyArrived) -> None:
+        notice, at = event.notify, event.at
+        worker = notice.worker
+        before = self.newest.get(worker)
+        if before is not None and place(before[0]) >= place(notice):
+            return
+        self.times.append(at)
+        self.workers.append(worker)
+        self.newest[worker] = (notice, at)
+        if self.incarnations.get(worker) != notice.incarnation:
+            return  # a push like any other, but nobody who could be told anything, or whose speed matters
+        if before is not None and before[0].incarnation == notice.incarnation and at > before[1]:
+            self.iterations[worker] = Iteration(before[1], at - before[1])
+        self.missing.discard(worker)
+        if self.in_force is not None:
+            self.timers += 1
+            self.watches[self.timers] = Watch(notice, at, self.in_force)
+            self.actions.append(SetTimer(self.timers, self.in_force.abort_time_s))
+
+    def on_timer_fired(self, event: TimerFired) -> None:
+        watch = self.watches.pop(event.timer)
+        notice = watch.notice
+        here = self.incarnations.get(notice.worker) == notice.incarnation
+        if not here or self.newest[notice.worker][0] != notice:
+            return
+        if self.uncovered(watch) > len(self.incarnations) * watch.speculation.abort_rate:
+            resync = Resync(notice.worker, notice.incarnation, notice.iteration)
+            self.actions.append(Send(Node("worker", notice.worker), resync))
+
+    def uncovered(self, watch: Watch) -> int:
+        """How many pushes of others a worker would see that it does not."""
+        due_s = watch.since_s + watch.speculation.abort_time_s
+        first, last = bisect_right(self.times, watch.since_s), bisect_right(self.times, due_s)
+        return (last - first) - self.workers[first:last].count(watch.notice.worker)
+
+    def settle(self) -> None:
+        """An epoch is over when everybody has given notice in it, and the spans of all are known."""
+        if self.missing or not self.incarnations or self.iterations.keys() != self.incarnations.keys():
+            return
+        if self.tune is not None:
+            self.in_force = self.tune(Notices(self.times, self.workers), self.iterations)
+        self.missing = set(self.incarnations)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep what somebody may still ask for: the iterations that are complete next time have begun by now."""
+        begun_s = min(self.newest[worker][1] for worker in self.incarnations)
+        oldest_s = min((watch.since_s for watch in self.watches.values()), default=begun_s)
+        gone = bisect_right(self.times, min(begun_s, oldest_s))
+        del self.times[:gone], self.workers[:gone]
+
+    def check(self) -> None:
+        require(len(self.times) == len(self.workers), "each notice has a time and a worker")
+        require(self.missing <= self.incarnations.keys(), f"{self.missing} are waited for, but some are no members")
+        require(self.iterations.keys() <= self.incarnations.keys(), "iterations are kept of members only")
+
+
+def place(notice: Notify) -> tuple[int, int]:
+    """A worker's notices rise: one that does not is a copy, or comes from an earlier life."""
+    return notice.incarnation, notice.iteration

@@ -1,0 +1,131 @@
+"""Giving up a forward or backward pass in the middle, and doing it again on fresh parameters (SpecSync, live).
+
+`step(closure)` is where this is possible: the runtime decides when the closure runs, and how often. Before each
+module's forward, and after each tensor's gradient is there, a hook looks at a word of memory (`bell.py`). If the
+scheduler has written there that this iteration is to be begun again, the hook raises `Aborted`, which goes up through
+the closure. Then gradients, buffers and generators are put back to where they were (`rewinding.py`), the worker pulls
+again, and the closure runs once more, on the same samples. So after the word was written at most one more layer is
+computed.
+
+    forward      module pre-hooks, so only with `model=` given to paceline.Optimizer; and then buffers are restored too
+    backward     hooks after a tensor's gradient was accumulated. (Not register_full_backward_hook: it wraps what goes
+                 into a module and what comes out, and then in-place ReLU fails.)
+    sleeping     where a scenario slows a worker down, the sleep stands for computing and is cut short
+
+`Aborted` is no Exception, so a script that catches those does not see it. One that catches everything, and goes on,
+will be told so by the next hook; and whatever becomes of the exception, a pass in which it was raised does not count.
+
+What cannot be given up. A second attempt: an iteration is aborted once at most. A gradient that is complete: `step`
+has left the closure by then. A pass outside of `step`, as in evaluation. With `step()` without a closure nothing can,
+nor with `overlap=True`, which has handed out parts of the gradient already: that is said once, and the re-syncs are
+ignored. On a GPU the host is made not to run far ahead of the device (`cuda.Pace`), or it would be in the next
+iteration when the scheduler's word comes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from paceline.runtime.live import bell, cuda
+from paceline.runtime.live.bell import Bell
+from paceline.runtime.live.rewinding import Rewind
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.worker import LiveWorker
+
+NEVER = -1
+"""What the word never is."""
+
+
+class Aborted(BaseException):
+    """Raised in the middle of a closure whose computation is given up. It ends in `step`."""
+
+
+class Aborting:
+    """Runs closures for one worker, so that they can be interrupted."""
+
+    def __init__(self, live: LiveWorker, tensors: Sequence[Tensor], module: nn.Module | None) -> None:
+        self.live = live
+        self.bell = Bell(bell.path(live.folder, live.rank, live.incarnation), create=True)
+        self.word = self.bell.word
+        self.awaited = NEVER
+        """The word that ends what is being computed."""
+        self.given_up = False
+        self.warned = False
+        others = [] if module is None else [tensor for tensor in module.parameters() if tensor.requires_grad]
+        every = list({id(tensor): tensor for tensor in [*tensors, *others]}.values())
+        self.rewind = Rewind(every, module)
+        self.pace = cuda.Pace(every) if any(tensor.device.type == "cuda" for tensor in every) else None
+        for tensor in every:
+            tensor.register_post_accumulate_grad_hook(self.after_gradient)
+        for part in module.modules() if module is not None else ():
+            part.register_forward_pre_hook(self.before_layer, prepend=True)
+
+    def run(self, closure: Callable[[], Any], started: float) -> Any:
+        """The closure's result, of its first run or, if that is given up, of its second."""
+        ordered = self.live.ordered
+        assert ordered is not None
+        self.rewind.mark()
+        self.given_up = False
+        self.awaited = ordered.iteration + 1
+        result = None
+        try:
+            result = closure()
+            self.live.stretch(started, self.look)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            if not self.given_up:
+                raise
+        finally:
+            self.awaited = NEVER
+        if not self.given_up:
+            self.rewind.forget()
+            return result
+        del result
+        self.rewind.restore()
+        self.live.begin_again()
+        started = time.monotonic()
+        result = closure()
+        self.live.stretch(started)
+        return result
+
+    def before_layer(self, module: nn.Module, inputs: Any) -> None:
+        """The hook of every module. On a GPU it may first wait for the device."""
+        if self.awaited != NEVER:
+            if self.pace is not None:
+                self.pace.keep()
+            self.look()
+
+    def after_gradient(self, tensor: Tensor) -> None:
+        """The hook of every tensor: on a GPU it runs in a thread of autograd's."""
+        if self.awaited != NEVER:
+            if self.pace is not None:
+                self.pace.keep()
+            self.look()
+
+    def look(self) -> None:
+        if self.word[0] == self.awaited:
+            self.given_up = True
+            raise Aborted
+
+    def warn(self) -> None:
+        """A step without a closure: say once what that means."""
+        if not self.warned:
+            tell_ignored(self.live.rank, "step() without a closure")
+        self.warned = True
+
+    def close(self) -> None:
+        self.word = memoryview(bytes(bell.SIZE)).cast("q")
+        self.bell.close()
+
+
+def tell_ignored(rank: int, what: str) -> None:
+    """One line, not one from each worker."""
+    if rank == 0:
+        print(f"specsync cannot interrupt {what}: its re-syncs are ignored", file=sys.stderr)
