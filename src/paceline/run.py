@@ -162,7 +162,16 @@ class Run:
             for point in self.history
         ]
         lanes = spans(self.trace, self.time_s)
-        return RunView(self.policy, self.runtime, history, self.summary(), lanes, self.barriers, self.peers())
+        return RunView(
+            self.policy,
+            self.runtime,
+            history,
+            self.summary(),
+            lanes,
+            self.barriers,
+            self.peers(),
+            self.metrics.staleness_counts,
+        )
 
     def peers(self) -> PeersView | None:
         """How far apart the peers were, and might have been; None where there were servers."""

@@ -143,7 +143,7 @@ def record(role, rank, event, *actions, incarnation=0):
 
 
 def by_hand(*records, servers=2):
-    view = record("worker", 0, ViewChanged(0.0, View(1, ((0, 0), (1, 0)))))
+    view = record("worker", 0, ViewChanged(0.0, View(1, ((0, 0),))))
     return Trace(Header("live", "bsp", Members(2, servers), 0, (8,) * servers), [view, *records])
 
 
@@ -302,7 +302,7 @@ def test_template(reason, expected):
 def test_a_life_without_a_farewell_ends_with_its_last_record():
     """No view dropped incarnation 0, yet incarnation 1 is there."""
     trace = by_hand(compute(0.5, 0), ready(1.0, 0))
-    trace.records.append(record("worker", 0, ViewChanged(4.0, View(1, ((0, 0), (1, 0)))), incarnation=1))
+    trace.records.append(record("worker", 0, ViewChanged(4.0, View(1, ((0, 0),))), incarnation=1))
     assert [(s.kind, s.start_s, s.end_s, s.incarnation) for s in spans(trace, time_s=5.0)] == [
         ("exchange", 0.0, 0.5, 0), ("compute", 0.5, 1.0, 0), ("dead", 1.0, 4.0, 0), ("exchange", 4.0, 5.0, 1),
     ]  # fmt: skip
@@ -338,3 +338,12 @@ def test_a_shard_that_was_restored_behind_its_workers_makes_nothing_less_than_fr
     trace = Trace(Header("live", "asp", Members(1, 1), 0, (100,)), [applied])
     assert measure(trace).staleness["min"] == 0
     assert staleness_by_shard(trace)[0]["min"] == 0
+
+
+def test_a_worker_whose_records_were_lost_has_its_lane_and_its_iterations(simulate):
+    """Killed before it had written anything down: the shards saw it."""
+    whole = simulate("asp", [1.0, 1.0], until_s=9.0, views=[(4.5, ((0, 0),))], kill=[(4.5, 1, 0)])
+    lost = Trace(whole.header, [record for record in whole if record.node != Node("worker", 1)])
+    assert measure(lost).iterations == measure(whole).iterations
+    mine = [(span.kind, span.start_s, span.end_s) for span in spans(lost) if span.worker == 1]
+    assert mine == [("exchange", 0.0, 4.5), ("dead", 4.5, 9.0)]

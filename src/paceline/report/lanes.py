@@ -8,8 +8,9 @@ answers have uncovered since. What lies between is a gap: the gradient and the p
 parked on some shard. A worker may be parked on several shards at once and goes on when the last one answers, so
 waiting is the union of those times and its reason and cause are those of the shard that answered last.
 
-A lane ends when a view drops the incarnation, when the next one starts, or with the run. What came from it
-afterwards is a ghost's and is not drawn.
+A lane begins when a view names the incarnation, or with its first record: of a worker that was killed, some or all
+records may be lost. It ends when a view drops the incarnation, when the next one starts, or with the run. What came
+from it afterwards is a ghost's and is not drawn.
 """
 
 from __future__ import annotations
@@ -266,6 +267,9 @@ class Lanes:
             if lane is not None and lane.end_s is None:
                 lane.end(at)
         self.view = view
+        for rank, incarnation in view.members:
+            if (rank, incarnation) not in self.lanes:
+                self.start(rank, incarnation, at)
 
     def start(self, worker: int, incarnation: int, at: float) -> Lane:
         lane = self.lanes[worker, incarnation] = Lane(worker, incarnation, at)

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.report.markup import (
     DASH,
+    LONG_NAME,
     count,
     megabytes,
     plural,
@@ -31,7 +32,8 @@ def summary_table(runs: list[RunView], target: Target | None) -> str:
     """A row per run."""
     names = labels(runs)
     bases = {names[baseline_of(index, runs)] for index in range(len(runs))}
-    versus = f"vs {bases.pop()}" if len(bases) == 1 else "speed-up"
+    base = bases.pop() if len(bases) == 1 else ""
+    versus = f"vs {base}" if 0 < len(base) <= LONG_NAME else "vs the first" if base else "speed-up"
     heads = ["policy"]
     heads.append(f"time to {target.text}" if target else "time")
     if len(runs) > 1:

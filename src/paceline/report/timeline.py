@@ -103,7 +103,8 @@ def shown(run: RunView, workers: int, shown_s: float) -> str:
     if not run.spans:
         return "no timeline was recorded"
     end_s = max(span.end_s for span in run.spans)
-    time = f"first {seconds(shown_s)} of {seconds(end_s)}" if end_s > shown_s else f"all {seconds(end_s)}"
+    part, whole = seconds(shown_s), seconds(end_s)
+    time = f"first {part} of {whole}" if end_s > shown_s and part != whole else f"all {whole}"
     return f"{time}, {SHOWN_WORKERS} of {count(workers)} workers" if workers > SHOWN_WORKERS else time
 
 

@@ -29,6 +29,8 @@ class RunView(Struct):
     """Those that were planned and reached."""
     peers: PeersView | None = None
     """Where there were no servers."""
+    staleness: dict[int, int] = {}
+    """How many gradients had each staleness."""
 
     def number(self, *path: str) -> float | None:
         """A finite number of the summary, or None where it is missing: `run.number("final", "loss")`."""
