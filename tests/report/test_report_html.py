@@ -322,7 +322,7 @@ class TestStaleness:
         for run, trace in zip(runs, traces, strict=False):
             run.staleness = measure(trace).staleness_counts
         page = Page(render(runs, {}))
-        assert page.count("figure", class_="histogram") == 2
+        assert page.count("figure", **{"class": "histogram"}) == 2
         assert "How stale the gradients were" in page.text
         assert "staleness 0: 100 %" in page.text
         assert f"at most {max(runs[1].staleness)}" in page.text

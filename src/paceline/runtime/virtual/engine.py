@@ -25,6 +25,13 @@ class Engine:
         """There is nobody left to train: only what is on its way still arrives."""
         self.heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self.sequence = 0
+        self.missed = 0
+        """What was to happen after the end."""
+
+    @property
+    def happened(self) -> int:
+        """How much has happened."""
+        return self.sequence - self.missed - len(self.heap)
 
     def at(self, time: float, priority: int, happening: Happening) -> None:
         self.sequence += 1
@@ -48,6 +55,7 @@ class Engine:
         while heap and not self.stopped:
             time, priority, _, happening, what = heappop(heap)
             if self.over and priority != MESSAGE:
+                self.missed += 1
                 continue
             self.now = time
             if what is None:

@@ -51,7 +51,7 @@ class TimingPlan:
 
 
 class Timing:
-    """One run. Afterwards `engine.now` is how long it took, and `engine.sequence` how much happened."""
+    """One run. Afterwards `engine.now` is how long it took, and `engine.happened` how much happened."""
 
     def __init__(self, plan: TimingPlan) -> None:
         self.plan = plan
@@ -107,7 +107,7 @@ class Timing:
         if left := self.plan.members.workers - len(self.done):
             after = f"nobody can go on after {self.engine.now:.2f} s"
             raise PacelineError(f"{self.plan.policy}: {after}, {left} are not done")
-        return self.engine.sequence
+        return self.engine.happened
 
     def announce(self, view: View, also: Sequence[Seat] = ()) -> None:
         """Tell the shards, and the scheduler if there is one."""
