@@ -37,6 +37,8 @@ from paceline.core.trace import Record, Trace
 Kind = Literal["compute", "aborted", "wait", "exchange", "dead"]
 NOBODY = -1
 NO_ITERATION = -1
+RESTS = "rests before it pulls"
+"""Why a worker waits that has set itself a timer."""
 
 
 class Span(Struct, frozen=True, gc=False):
@@ -209,7 +211,7 @@ class Lanes:
                 if type(action) is Compute:
                     lane.start_compute(at, action.iteration)
                 elif type(action) is SetTimer:
-                    lane.park(at, NOBODY, "rests before it pulls")
+                    lane.park(at, NOBODY, RESTS)
         elif role == "peer":
             self.take_peer(record)
         elif role == "scheduler":

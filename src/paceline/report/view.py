@@ -90,10 +90,15 @@ def speed_up(run: int, runs: list[RunView], target: Target | None) -> float | No
     both = [runs[run], runs[baseline_of(run, runs)]]
     if target is None:
         done = [each.number("iterations") for each in both]
-        if None in done or done[0] != done[1]:
+        if None in done or done[0] != done[1] or any(each.summary.get("diverged") for each in both):
             return None
     mine, theirs = (each.number("time_to_target_s" if target else "time_s") for each in both)
     return theirs / mine if mine and theirs is not None else None
+
+
+def divergence(run: RunView) -> str:
+    """Where a run has diverged, in words; nothing if it has not."""
+    return f"diverged at iteration {run.number('iterations') or 0:.0f}" if run.summary.get("diverged") else ""
 
 
 def verdict(runs: list[RunView], target: Target | None) -> str:
