@@ -8,6 +8,8 @@ from paceline import cli, simulate
 from paceline.report.html import render
 from paceline.report.tables import cause_table
 
+Screen = pytest.CaptureFixture[str]
+
 
 def rows(
     capsys: pytest.CaptureFixture[str], *policies: str, optimizer: str = "sgd:lr=0.1"
