@@ -42,16 +42,16 @@ def test_bsp_two_workers(simulate):
     assert metrics.waiting_by_reason == {"iteration # lacks worker #": 4.0}
 
 
-def test_latency_is_exchange_and_a_run_may_end_while_a_worker_waits(simulate):
+def test_latency_is_push_or_pull_and_a_run_may_end_while_a_worker_waits(simulate):
     trace = simulate("bsp", [1.0, 3.0], servers=2, latency_s=0.5, until_s=7.0)
     assert lane(trace, 0, time_s=7.0) == [
-        ("exchange", 0.0, 1.0, -1, -1),
+        ("pull", 0.0, 1.0, -1, -1),
         ("compute", 1.0, 2.0, 0, -1),
-        ("exchange", 2.0, 2.5, 0, -1),
+        ("push", 2.0, 2.5, 0, -1),
         ("wait", 2.5, 4.5, 0, 1),
-        ("exchange", 4.5, 5.0, 0, -1),
+        ("pull", 4.5, 5.0, 0, -1),
         ("compute", 5.0, 6.0, 1, -1),
-        ("exchange", 6.0, 6.5, 1, -1),
+        ("push", 6.0, 6.5, 1, -1),
         ("wait", 6.5, 7.0, 1, -1),
     ]
     assert lane(trace, 1, time_s=7.0)[-1] == ("compute", 5.0, 7.0, 1, -1)
@@ -173,9 +173,9 @@ def test_waits_on_several_shards_are_one_wait_with_the_last_answer_s_reason():
         released(2.0, 0, 1), released(3.0, 1, 2), compute(3.5, 1),
     )  # fmt: skip
     assert spans(trace)[1:] == [
-        Span(0, 0, "exchange", 1.0, 1.1, 0),
+        Span(0, 0, "push", 1.0, 1.1, 0),
         Span(0, 0, "wait", 1.1, 3.0, 0, "second", 2, 1),
-        Span(0, 0, "exchange", 3.0, 3.5, 0),
+        Span(0, 0, "pull", 3.0, 3.5, 0),
     ]
 
 
@@ -193,7 +193,7 @@ def test_waits_apart_stay_apart():
         parked(2.0, 1, "b"), released(3.0, 1, 2), compute(3.0, 1),
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s, s.cause) for s in spans(trace)[1:]] == [
-        ("wait", 1.0, 1.5, 1), ("exchange", 1.5, 2.0, -1), ("wait", 2.0, 3.0, 2),
+        ("wait", 1.0, 1.5, 1), ("pull", 1.5, 2.0, -1), ("wait", 2.0, 3.0, 2),
     ]  # fmt: skip
 
 
@@ -203,7 +203,19 @@ def test_clocks_that_disagree_make_no_overlap():
         compute(0.0, 0), parked(0.9, 0, "early"), ready(1.0, 0), released(2.0, 0, 1), compute(2.5, 1)
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
-        ("compute", 0.0, 1.0), ("wait", 1.0, 2.0), ("exchange", 2.0, 2.5),
+        ("compute", 0.0, 1.0), ("wait", 1.0, 2.0), ("pull", 2.0, 2.5),
+    ]  # fmt: skip
+
+
+def test_the_last_shard_to_get_the_gradient_ends_the_push():
+    push = Push(Handle(0, 0, 0, 0, 4))
+    answer = Answer(Parameters(0, 0, 0, 1, 1, False), "", -1)
+    trace = by_hand(
+        compute(0.0, 0), ready(1.0, 0), record("server", 0, PushArrived(1.25, push), answer),
+        record("server", 1, PushArrived(1.75, push)), compute(2.0, 1),
+    )  # fmt: skip
+    assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
+        ("compute", 0.0, 1.0), ("push", 1.0, 1.75), ("pull", 1.75, 2.0),
     ]  # fmt: skip
 
 
@@ -304,7 +316,7 @@ def test_a_life_without_a_farewell_ends_with_its_last_record():
     trace = by_hand(compute(0.5, 0), ready(1.0, 0))
     trace.records.append(record("worker", 0, ViewChanged(4.0, View(1, ((0, 0),))), incarnation=1))
     assert [(s.kind, s.start_s, s.end_s, s.incarnation) for s in spans(trace, time_s=5.0)] == [
-        ("exchange", 0.0, 0.5, 0), ("compute", 0.5, 1.0, 0), ("dead", 1.0, 4.0, 0), ("exchange", 4.0, 5.0, 1),
+        ("pull", 0.0, 0.5, 0), ("compute", 0.5, 1.0, 0), ("dead", 1.0, 4.0, 0), ("pull", 4.0, 5.0, 1),
     ]  # fmt: skip
 
 
@@ -314,8 +326,8 @@ def test_a_shard_whose_clock_is_ahead_answers_after_the_worker_goes_on():
         ready(3.0, 1), compute(3.5, 2),
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
-        ("compute", 0.0, 1.0), ("exchange", 1.0, 1.5), ("wait", 1.5, 2.0),
-        ("compute", 2.0, 3.0), ("exchange", 3.0, 3.5),
+        ("compute", 0.0, 1.0), ("push", 1.0, 1.5), ("wait", 1.5, 2.0),
+        ("compute", 2.0, 3.0), ("push", 3.0, 3.5),
     ]  # fmt: skip
 
 
@@ -324,7 +336,7 @@ def test_records_out_of_order_make_no_overlap():
         compute(0.0, 0), ready(1.0, 0), parked(1.5, 0, "x"), released(2.5, 0, 1), compute(2.0, 1), ready(3.0, 1)
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
-        ("compute", 0.0, 1.0), ("exchange", 1.0, 1.5), ("wait", 1.5, 2.0), ("compute", 2.0, 3.0),
+        ("compute", 0.0, 1.0), ("push", 1.0, 1.5), ("wait", 1.5, 2.0), ("compute", 2.0, 3.0),
     ]  # fmt: skip
 
 

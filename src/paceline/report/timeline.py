@@ -26,7 +26,9 @@ WORDS: dict[Kind, str] = {
     "compute": "computing",
     "aborted": "computing, given up",
     "wait": "waiting for others",
-    "exchange": "push and pull on the way",
+    "push": "gradient on the way",
+    "pull": "parameters on the way",
+    "exchange": "messages on the way",
     "dead": "gone: done or lost",
 }
 
@@ -160,8 +162,8 @@ def describe(span: Span) -> str:
         uncovered = f"{count(round(span.uncovered, 1))} updates uncovered"
         return f"iteration {span.iteration} given up and begun again, {when}: {uncovered}"
     after = f"after iteration {span.iteration}" if span.iteration >= 0 else "starting"
-    if span.kind == "exchange":
-        return f"push and pull {after}, {when}"
+    if span.kind in ("push", "pull", "exchange"):
+        return f"{WORDS[span.kind]} {after}, {when}"
     ended = f"released by worker {span.cause}" if span.cause >= 0 else "released by no push"
     return f"waiting {after}, {when}: {span.reason}; {ended}"
 
