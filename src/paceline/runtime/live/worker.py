@@ -176,6 +176,7 @@ class LiveWorker(WorkerCarrier):
         """The computation that was ordered is given up: return when fresh parameters for it are there."""
         ordered = self.ordered
         assert ordered is not None
+        self.transfer.settle()
         self.seat.tell(ResyncArrived(self.now(), Resync(self.rank, self.incarnation, ordered.iteration)))
         self.ordered = None
         self.seat.tell(ComputeAborted(self.now(), ordered.iteration, ordered.attempt))
