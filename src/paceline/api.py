@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,9 @@ from paceline import cluster as clusters
 from paceline import policies, workloads
 from paceline.cluster import Cluster
 from paceline.core.messages import Members
-from paceline.core.policy import Policy
+from paceline.core.policy import PeerPolicy, Policy
+from paceline.core.topology import EXACT, neighbours, unevenness
+from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target
 from paceline.tensors import optimizers
@@ -44,6 +47,7 @@ def simulate(
     dtype: str = "float32",
     by_layer: bool = False,
     slicing: str = EPS,
+    shards: str = SHUFFLED,
     watch: Watcher | None = None,
 ) -> Run:
     """Train `workload` in virtual time: real gradients, simulated clock, the same result for the same seed.
@@ -51,15 +55,32 @@ def simulate(
     Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
     called with each point of the history as it comes. With `by_layer` workers read and push layer by layer, and
     there is a server for each layer. `slicing` is how the parameters are cut over the servers: "eps" or "key-range".
+    Under a policy without servers (hop, adpsgd) `workers` are peers, and what is evaluated is their average. `shards`
+    is how samples are dealt: "shuffled", or "sorted" by label, each worker its own for good.
     """
     job = Job(
-        workload, policy, workers, servers, cluster, iterations, target, optimizer, batch, seed, by_layer, slicing
+        workload,
+        policy,
+        workers,
+        servers,
+        cluster,
+        iterations,
+        target,
+        optimizer,
+        batch,
+        seed,
+        by_layer,
+        slicing,
+        shards,
     )
+    for warning in job.warnings:
+        warnings.warn(warning, stacklevel=2)
     return simulate_job(job, dtype=dtype, watch=watch)
 
 
 def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = None) -> Run:
     """Do a job in virtual time."""
+    from paceline.runtime.virtual.peers import PeerSimulation
     from paceline.runtime.virtual.simulation import Plan, Simulation
 
     if dtype not in DTYPES:
@@ -77,8 +98,9 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
         dtype=DTYPES[dtype],
         by_layer=job.by_layer,
         slicing=job.slicing,
+        shards=job.shards,
     )
-    run = Simulation(plan, watch).run()
+    run = (PeerSimulation if isinstance(job.policy, PeerPolicy) else Simulation)(plan, watch).run()
     run.config = job.config()
     return run
 
@@ -87,6 +109,9 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     if job.by_layer:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
+    check_central(job.policy)
+    if job.shards != SHUFFLED:
+        raise ConfigError("shards=sorted is for virtual time")
     run = launch(
         partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed),
         workers=job.members.workers,
@@ -129,7 +154,7 @@ def launch(
     plan = LivePlan(
         members=members,
         start_worker=function_starter(fn),
-        policy=check_policy(policy, members) if policy is not None else None,
+        policy=check_central(check_policy(policy, members)) if policy is not None else None,
         cluster=check_cluster(cluster, members) if cluster is not None else None,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
@@ -156,8 +181,12 @@ class Job:
         seed: int,
         by_layer: bool = False,
         slicing: str = EPS,
+        shards: str = SHUFFLED,
     ) -> None:
         self.members = check_members(workers, servers, seed)
+        self.shards = shards
+        self.warnings: list[str] = []
+        """What is allowed and should be known."""
         self.slicing = check_slicing(slicing)
         self.workload = workloads.load(workload)
         self.by_layer = by_layer
@@ -167,6 +196,10 @@ class Job:
             self.members = self._server_for_each_layer()
         self.policy = check_policy(policy, self.members)
         self.cluster = check_cluster(cluster, self.members)
+        if isinstance(self.policy, PeerPolicy):
+            self._check_peers()
+        elif self.cluster.machines or self.cluster.edges:
+            raise ConfigError(f"machines and [[edge]] are for policies without servers: {self.policy} has some")
         self.target = Target.parse(target, self.workload.metrics) if target is not None else None
         self.batch = check_count("batch", batch) if batch is not None else self.workload.batch
         self.optimizer_text = optimizer or self.workload.optimizer
@@ -174,6 +207,26 @@ class Job:
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
         self.iterations = check_count("iterations", iterations) if iterations is not None else default
         self.seed = seed
+
+    def _check_peers(self) -> None:
+        """Refuse what only servers can do. How many servers there are does not matter: others may be compared with."""
+        if self.by_layer or self.slicing != EPS:
+            raise ConfigError(f"{self.policy} has no servers: slicing and by_layer are not for it")
+        for fault in self.cluster.faults:
+            if fault.kind == "join" and fault.worker >= self.members.workers:
+                raise ConfigError(
+                    f"join of worker {fault.worker}: the graph has places 0 to {self.members.workers - 1}"
+                )
+        assert isinstance(self.policy, PeerPolicy)
+        graph = self.policy.topology(self.members.workers)
+        weights = neighbours(graph, frozenset(range(graph.size))).weights
+        if graph.uniform and unevenness(weights) > EXACT:
+            totals = [sum(row.get(peer, 0.0) for row in weights.values()) for peer in weights]
+            self.warnings.append(
+                f"{self.policy}: weights are not doubly stochastic, peers count for {min(totals):.2f} to "
+                f"{max(totals):.2f} of their share in each average"
+            )
+        self.members = Members(self.members.workers, 0)
 
     def _server_for_each_layer(self) -> Members:
         layers = len(layout_of(trained_in(self.workload), "layers").units())
@@ -190,6 +243,7 @@ class Job:
             "workers": self.members.workers,
             "servers": self.members.servers,
             "slicing": self.slicing,
+            "shards": self.shards,
             "cluster": str(self.cluster),
             "iterations": self.iterations,
             "target": str(self.target) if self.target is not None else None,
@@ -221,6 +275,15 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     return checked
 
 
+def check_central(policy: Policy) -> Policy:
+    """Refuse, live, what has no live runtime yet."""
+    if isinstance(policy, PeerPolicy):
+        raise ConfigError(
+            f"{policy} has no servers and runs in virtual time only so far: paceline simulate --policy {policy}"
+        )
+    return policy
+
+
 def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:
     """The optimizer for this workload; refused if it cannot train its tensors on so many servers."""
     spec = optimizers.parse(text)
@@ -228,7 +291,7 @@ def check_optimizer(text: str, workload: Workload, batch: int, members: Members,
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
     layout = layout_of(trained_in(workload), spec.borders, slicing)
     spec.check(layout)
-    layout.slices(members.servers)
+    layout.slices(max(1, members.servers))
     return spec
 
 

@@ -21,6 +21,7 @@ from paceline.commands.bench_tuner import BenchTuner
 from paceline.commands.bench_zipline import BenchZipline
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
+from paceline.commands.graph import Graph
 from paceline.commands.reproduce import Reproduce
 from paceline.commands.run import Report, Resume, Run
 from paceline.commands.tune import Tune
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Any] = {
     "bench tuner": BenchTuner,
     "policies": Policies,
     "scenarios": Scenarios,
+    "graph": Graph,
     "doctor": Doctor,
 }
 DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for whom is a policy."

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.errors import ConfigError
 
 SAMPLE_STREAM = 2
 KEPT_STEPS = 16
 """Joined batches that are kept, the last ones asked for: workers of unequal speed are some steps apart."""
+SHUFFLED, SORTED = "shuffled", "sorted"
 
 
 class Dealer:
@@ -60,6 +64,30 @@ class Dealer:
         return self.epochs[epoch]
 
 
+class SortedDealer(Dealer):
+    """The other extreme: each worker has samples of its own for good, and those lie sorted by label."""
+
+    def __init__(self, labels: NDArray[np.int64], workers: int, batch: int, seed: int) -> None:
+        super().__init__(len(labels), workers, batch, seed)
+        self.parts = np.array_split(np.argsort(labels, kind="stable"), workers)
+
+    def deal(self, worker: int, step: int) -> NDArray[np.int64]:
+        part = self.parts[worker % self.workers]
+        random = np.random.Generator(np.random.PCG64([self.seed, SAMPLE_STREAM, worker, step]))
+        return random.choice(part, self.batch, replace=len(part) < self.batch)
+
+
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     random = np.random.Generator(np.random.PCG64([seed, SAMPLE_STREAM, epoch]))
     return random.permutation(size)
+
+
+def dealer_of(shards: str, data: tuple[Tensor, Tensor], workers: int, batch: int, seed: int) -> Dealer:
+    """The dealer of this name, `shuffled` or `sorted`, for a data set of (inputs, targets)."""
+    if shards == SHUFFLED:
+        return Dealer(len(data[0]), workers, batch, seed)
+    if shards != SORTED:
+        raise ConfigError(f"unknown shards {shards!r} (known: {SHUFFLED}, {SORTED})")
+    if data[1].is_floating_point() or data[1].dim() != 1:
+        raise ConfigError("shards=sorted needs labels to sort by: the targets of this workload are no classes")
+    return SortedDealer(data[1].numpy(), workers, batch, seed)

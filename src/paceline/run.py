@@ -15,6 +15,7 @@ from paceline.core.machine import Machine
 from paceline.core.messages import Node
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
+from paceline.report.barriers import Barrier, barriers, totals
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
 from paceline.report.metrics import Metrics, measure, spans
@@ -22,6 +23,7 @@ from paceline.report.staleness import staleness_by_shard
 from paceline.tensors.layout import imbalance
 
 KNOWN_METRICS = ("accuracy", "loss")
+ON_SERVERS = "the parameters on the servers"
 
 
 class Point(NamedTuple):
@@ -84,6 +86,10 @@ class Run:
     """The moving average of the parameters, if one was kept (`ema`)."""
     layers: tuple[str, ...] = ()
     """The layers, bottom first, if workers read and pushed layer by layer."""
+    evaluated: str = ON_SERVERS
+    """Which parameters history and model are of."""
+    consensus: list[tuple[float, float]] = field(default_factory=list)
+    """Without servers: when, and how far the peers' parameters were from their average, in the mean."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -91,6 +97,11 @@ class Run:
     @cached_property
     def metrics(self) -> Metrics:
         return measure(self.trace, self.time_s)
+
+    @cached_property
+    def barriers(self) -> list[Barrier]:
+        """The planned barriers that were reached; none under a policy that does not plan."""
+        return barriers(self.trace)
 
     @property
     def imbalance(self) -> float:
@@ -135,7 +146,9 @@ class Run:
             "bytes": metrics.bytes,
             **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
+            "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+            **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 
@@ -145,7 +158,9 @@ class Run:
             {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
             for point in self.history
         ]
-        return RunView(self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s))
+        return RunView(
+            self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s), self.barriers
+        )
 
     def report(self, path: str | Path) -> Path:
         """Write the HTML report of this run."""

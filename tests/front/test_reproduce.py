@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,10 +13,12 @@ from paceline.reproductions.backup_choice import BackupChoice
 from paceline.reproductions.backup_staleness import BackupStaleness
 from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Reproduction
+from paceline.reproductions.elasticbsp import CONNECTED, CONVOLUTIONAL, ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
 from paceline.reproductions.specsync import SpecSyncSpeed
 from paceline.reproductions.specsync_waiting import SpecSyncWaiting
+from paceline.reproductions.zipline_search import ZipLineSearch
 
 SMALL = [
     BackupChoice(machines=10, waited_for=(5, 8, 9, 10), interpolated=(5, 10), loss=2.3),
@@ -23,11 +26,16 @@ SMALL = [
     BackupSyncAsync(sizes=((6, 1), (12, 2)), rates=(0.01,), sgd_rates=(0.5,), gradients=100, accuracy=0.2),
     FluentPSPSSP(workers=4, iterations=12, one_in=(2, 10), seeds=1),
     FluentPSLazy(workers=4, iterations=10),
+    ElasticBSPs(
+        models=(replace(CONNECTED, rates=(0.3,)), replace(CONVOLUTIONAL, rates=(0.1,))),
+        lookaheads=(4,), seeds=1, iterations=5, compute_s=(0.01,), rounds=20,
+    ),
+    ZipLineSearch(workers=(10, 50), lookaheads=(15,), matrices=2),
     SpecSyncSpeed(
         workers=5, smaller=(3,), rates=(0.5,), few_rates=(0.5,), pairs=((0.3, 0.2),), iterations=12, seeds=1, loss=2.2
     ),
     SpecSyncWaiting(workers=4, rates=(0.5,), delays_s=(0.0, 1.0, 5.0), iterations=40, seeds=1, loss=1.9),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -59,6 +67,15 @@ def test_a_small_one_says_each_step_and_gives_plain_data(reproduction: Reproduct
 def test_lazy_beats_the_soft_barrier_where_speeds_differ_for_good_and_the_server_is_slow() -> None:
     claims = FluentPSLazy(iterations=24).run(0, lambda line: None).claims
     assert [claim.holds for claim in claims[:3]] == [True, True, False]
+
+
+def test_planned_barriers_beat_bsp_where_connections_differ_and_computing_is_short() -> None:
+    small = ElasticBSPs(models=(), compute_s=(0.01, 0.4), rounds=60)
+    gain = [small.throughput(compute_s, 0, lambda line: None)["times_bsp_gradients"] for compute_s in small.compute_s]
+    assert gain[0] > 1.6
+    assert 1.0 < gain[1] < 1.2
+    latest, _, median = small.predict("log-normal 0.3", small.noises["log-normal 0.3"], 0)
+    assert median["waited_ms"] < latest["waited_ms"] < latest["bsp_ms"]
 
 
 def test_equal_seeds_give_equal_findings() -> None:

@@ -7,6 +7,7 @@ import pytest
 from paceline.api import Job, train_job_live
 from paceline.core.actions import SetTimer
 from paceline.core.events import PushArrived, TimerFired
+from paceline.report.barriers import barriers
 from paceline.run import Run
 
 
@@ -24,6 +25,7 @@ def live(policy: str, cluster: str = "steady:compute_s=0.01", iterations: int = 
         "bsp@0,backup:extra=1@5,ssp:staleness=1@10",
         "scheduled:base=ssp(staleness=1)",
         "scheduled:base=backup(extra=1)",
+        "elastic:lookahead=4,predict=median",
     ],
 )
 def test_it_runs_and_can_be_played_again(policy: str) -> None:
@@ -34,6 +36,8 @@ def test_it_runs_and_can_be_played_again(policy: str) -> None:
     if "significance" in policy:
         pushes = [r.event for r in run.trace if isinstance(r.event, PushArrived)]
         assert all(push.significance is not None for push in pushes)
+    if policy.startswith("elastic"):
+        assert barriers(run.trace), "planned and reached"
 
 
 def test_deadline_fires_and_the_slow_are_dropped() -> None:

@@ -60,7 +60,7 @@ def test_bsp_live_equals_single_process(optimizer: str) -> None:
     assert done_by(run, 2) == list(range(50))
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "scheduled"])
+@pytest.mark.parametrize("policy", [*POLICIES, "scheduled", "elastic:lookahead=4"])
 def test_a_recorded_live_trace_replays_to_the_same_actions(policy: str) -> None:
     cluster = replace(
         load("random-slowdown:factor=6,compute_s=0.005"),
@@ -72,7 +72,7 @@ def test_a_recorded_live_trace_replays_to_the_same_actions(policy: str) -> None:
     assert replay(again, machine_of) == []
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "scheduled"])
+@pytest.mark.parametrize("policy", [*POLICIES, "scheduled", "elastic:lookahead=4"])
 def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     """3 workers, 2 servers: the others go on within 0.2 s, a new worker joins, the run ends."""
     work = partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, 150, 0)

@@ -180,7 +180,7 @@ def test_a_disk_that_is_full_is_a_warning_and_training_goes_on(tmp_path: Path) -
     assert any(line.startswith("WARNING: cannot checkpoint") for line in said)
 
 
-@pytest.mark.parametrize("policy", ["bsp", "ssp:staleness=3", "backup:extra=1", "asp", "scheduled"])
+@pytest.mark.parametrize("policy", ["bsp", "ssp:staleness=3", "backup:extra=1", "asp", "scheduled", "elastic"])
 def test_a_killed_server_is_restarted_from_the_last_checkpoint(tmp_path: Path, policy: str) -> None:
     driver, said = driver_of(digits(250), policy, keeping=Keeping(tmp_path, every_updates=20))
 

@@ -1,8 +1,9 @@
 """How long a plan takes, beside ZipLineOptBS, the paper's fastest search, compiled from C++ on the same machine.
 
 Both get the same matrix of the paper's generator and give a whole plan: barrier, wait, each worker's iteration. The
-compiled one (zipline_opt_bs.cpp) is called in this process. Rounds are interleaved, so that a busy machine slows both,
-and medians are compared. Both must agree, or there is no result.
+compiled one (zipline_opt_bs.cpp) is called in this process. Neither uses a second thread: what counts is the processor
+time the process was given, so that neighbours on the machine do not. Rounds are interleaved, medians are compared.
+Both must agree, or there is no result.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def measure(searches: dict[str, Search], times: np.ndarray, rounds: int) -> Row:
     took: dict[str, list[float]] = {name: [] for name in searches}
     for _ in range(rounds):
         for name, search in searches.items():
-            began = time.perf_counter()
+            began = time.process_time()
             search(times)
-            took[name].append(1e3 * (time.perf_counter() - began))
+            took[name].append(1e3 * (time.process_time() - began))
     medians = {name: statistics.median(all_ms) for name, all_ms in took.items()}
     size = (times.shape[0], times.shape[1])
     opt_bs_ms = medians.get("opt_bs")

@@ -14,6 +14,10 @@ are told.
     workers = [2, 3]
     bandwidth = 1e6
 
+    [[edge]]                         # two peers whose connection is slow
+    between = [0, 4]
+    latency_s = 0.05
+
     [[fault]]
     kind = "crash"                   # crash, leave, join, pause (for_s), restart (for_s)
     worker = 2
@@ -37,13 +41,13 @@ import msgspec
 from msgspec import Struct
 
 from paceline.cluster import happenings
-from paceline.cluster.happenings import Fault, Link
+from paceline.cluster.happenings import Edge, Fault, Link
 from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
 from paceline.core import spec
 from paceline.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "scenarios"
-TABLES = ("slowdown", "link", "fault")
+TABLES = ("slowdown", "link", "edge", "fault")
 
 
 class When(Struct, frozen=True):
@@ -102,6 +106,7 @@ def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
         model,
         faults=tuple(happenings.read(Fault, each, f"[[fault]] {n}") for n, each in enumerate(lists["fault"], 1)),
         links=tuple(happenings.read(Link, each, f"[[link]] {n}") for n, each in enumerate(lists["link"], 1)),
+        edges=tuple(happenings.read(Edge, each, f"[[edge]] {n}") for n, each in enumerate(lists["edge"], 1)),
         also=tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1)),
     )
 
@@ -115,12 +120,13 @@ def to_table(cluster: Cluster) -> dict[str, Any]:
             table[field.name] = list(value) if isinstance(value, tuple) else value
     table["fault"] = [msgspec.to_builtins(fault) for fault in cluster.faults]
     table["link"] = [msgspec.to_builtins(link) for link in cluster.links]
+    table["edge"] = [msgspec.to_builtins(edge) for edge in cluster.edges]
     table["slowdown"] = []
     for slowdown in cluster.also:
         when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
         model = {key: value for key, value in to_table(slowdown.model).items() if key not in TABLES}
         table["slowdown"].append({**model, **msgspec.to_builtins(when)})
-    for each in table["fault"] + table["link"] + table["slowdown"]:
+    for each in table["fault"] + table["link"] + table["edge"] + table["slowdown"]:
         for key in [key for key, value in each.items() if value is None or value == math.inf]:
             del each[key]
     return table

@@ -44,10 +44,19 @@ class Link(Struct, frozen=True, forbid_unknown_fields=True):
         return self.latency_s + nbytes / self.bandwidth
 
 
+class Edge(Struct, frozen=True, forbid_unknown_fields=True):
+    """The connection between two peers, both ways, where it is worse than what their machines and links allow."""
+
+    between: tuple[int, int]
+    latency_s: float = 0.0
+    bandwidth: float = math.inf
+
+
 ALLOWED = {
     "kind": f"one of {', '.join(get_args(FaultKind))}",
     "worker": "a whole number, 0 or more",
     "workers": "a list of whole numbers, 0 or more",
+    "between": "a list of two whole numbers, 0 or more",
     "at_s": "a number of seconds, 0 or more",
     "at_iteration": "a whole number, 0 or more",
     "for_s": "a number of seconds, 0 or more",

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.cluster.happenings import Fault, Link, check_fault, check_workers
+from paceline.cluster.happenings import Edge, Fault, Link, check_fault, check_workers
 from paceline.cluster.recorded import durations_in
-from paceline.core.spec import Spec, parameter
+from paceline.core.spec import Spec, option, parameter
 from paceline.errors import ConfigError
 
 BLOCK = 64
@@ -42,9 +42,18 @@ class Cluster(Spec):
     scheduler_s: float = parameter(
         0.0, low=0, doc="seconds the scheduler needs for a message, where a policy has one (virtual)"
     )
+    machines: tuple[int, ...] | None = option(
+        None, low=1, doc="peers on each machine, the first so many, the next so many, ... (virtual, policies of peers)"
+    )
+    machine_latency_s: float = option(0.0005, low=0, doc="seconds a message travels between machines")
+    machine_bandwidth: float = option(
+        1.25e9, low=1, doc="bytes a machine sends, and gets, per second to and from others"
+    )
     faults: tuple[Fault, ...] = dataclasses.field(default=(), kw_only=True)
     links: tuple[Link, ...] = dataclasses.field(default=(), kw_only=True)
     """Workers whose own connection is worse than the servers'."""
+    edges: tuple[Edge, ...] = dataclasses.field(default=(), kw_only=True)
+    """Connections between two peers that are worse than the others (virtual, policies of peers)."""
     also: tuple[Slowdown, ...] = dataclasses.field(default=(), kw_only=True)
     """Further slowdowns; the factors multiply."""
 
@@ -82,6 +91,11 @@ class Cluster(Spec):
             check_fault(fault, workers)
         for link in self.links:
             check_workers("link", link.workers, workers)
+        for edge in self.edges:
+            check_workers("edge", edge.between, workers)
+        if self.machines is not None and sum(self.machines) != workers:
+            placed = ":".join(map(str, self.machines))
+            raise ConfigError(f"machines={placed} places {sum(self.machines)} peers, there are {workers}")
         for slowdown in self.also:
             slowdown.model.validate(workers)
             check_workers("slowdown", slowdown.workers or (), workers)

@@ -11,7 +11,7 @@ import tyro
 from paceline import policies
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.commands.options import Training
-from paceline.commands.screen import Watching, console, count, show_table, tell_result, tell_slices
+from paceline.commands.screen import Watching, console, count, show_table, tell_evaluated, tell_result, tell_slices
 from paceline.errors import ConfigError
 from paceline.run import Run
 
@@ -36,9 +36,9 @@ class Compare(Training):
         train = train_job_live if self.live else simulate_job
         runs = [_do(job, train) for job in jobs]
         where = "live, in real processes" if self.live else "in virtual time"
-        size = f"{count(self.workers, 'worker')}, {count(jobs[0].members.servers, 'server')}"
-        show_table(runs, f"{jobs[0].workload.name}, {size}, {where}")
+        show_table(runs, f"{jobs[0].workload.name}, {_size(jobs)}, {where}")
         tell_slices(runs)
+        tell_evaluated(runs)
         _tell_data(jobs[0])
         _tell_layers(runs)
         for path in self.save(runs, jobs[0].config()):
@@ -60,9 +60,9 @@ class Simulate(Training):
         self.check()
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
-        size = f"{count(self.workers, 'worker')}, {count(job.members.servers, 'server')}"
-        show_table([run], f"{job.workload.name}, {size}, in virtual time")
+        show_table([run], f"{job.workload.name}, {_size([job])}, in virtual time")
         tell_slices([run])
+        tell_evaluated([run])
         _tell_data(job)
         _tell_layers([run])
         for path in self.save([run], job.config()):
@@ -71,10 +71,20 @@ class Simulate(Training):
 
 
 def _do(job: Job, train: Callable[..., Run]) -> Run:
+    for warning in job.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
     with Watching(str(job.policy), job.target) as watch:
         run = train(job, watch=watch)
     tell_result(run)
     return run
+
+
+def _size(jobs: list[Job]) -> str:
+    """How many take part. Where some policies have servers and some have none, workers are peers under these."""
+    members = max((job.members for job in jobs), key=lambda members: members.servers)
+    if not members.servers:
+        return count(members.workers, "peer")
+    return f"{count(members.workers, 'worker')}, {count(members.servers, 'server')}"
 
 
 def _tell_layers(runs: list[Run]) -> None:

@@ -8,11 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
 from paceline.tensors.layout import EPS
+
+
+def check_file(option: str, name: str | None) -> None:
+    """Refuse a file that cannot be written."""
+    if name is None:
+        return
+    folder = Path(name).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {name}: the folder {str(folder)!r} does not exist or cannot be written")
+    if Path(name).is_dir():
+        raise ConfigError(f"{option} {name} is a folder: name a file")
 
 
 @dataclass(kw_only=True)
@@ -29,13 +41,7 @@ class Outputs:
     def check(self) -> None:
         """Refuse files that cannot be written, before anything runs."""
         for option, name in (("--json", self.json), ("--report", self.report), ("--chrome", self.chrome)):
-            if name is None:
-                continue
-            folder = Path(name).parent
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise ConfigError(f"{option} {name}: the folder {str(folder)!r} does not exist or cannot be written")
-            if Path(name).is_dir():
-                raise ConfigError(f"{option} {name} is a folder: name a file")
+            check_file(option, name)
         names = [name for name in (self.json, self.report, self.chrome) if name is not None]
         if len({Path(name).resolve() for name in names}) < len(names):
             raise ConfigError("--json, --report and --chrome must name different files")
@@ -87,6 +93,9 @@ class Training(Outputs):
     """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each
     server, as in ps-lite (docs/sharding.md)."""
 
+    shards: str = SHUFFLED
+    """How samples are dealt: shuffled; or sorted by label, each worker its own for good (virtual time)."""
+
     def arguments(self) -> dict[str, Any]:
         return {
             "workload": self.workload,
@@ -100,4 +109,5 @@ class Training(Outputs):
             "seed": self.seed,
             "by_layer": self.by_layer,
             "slicing": self.slicing,
+            "shards": self.shards,
         }

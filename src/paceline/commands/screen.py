@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from paceline.run import Point, Run, Target
+from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.tensors.layout import imbalance
 
 console = Console(highlight=False, markup=False, emoji=False)
@@ -112,6 +112,13 @@ def show_table(runs: list[Run], title: str) -> None:
             cells.insert(0, f"{base_s / time_s:.2f}x" if time_s and base_s else "-")
         table.add_row(run.policy, f"{time_s:.2f} s" if time_s is not None else "missed", *cells)
     console.print(table)
+
+
+def tell_evaluated(runs: list[Run]) -> None:
+    """Which parameters accuracy and loss are of, where that is not plain."""
+    for run in runs:
+        if run.evaluated != ON_SERVERS:
+            console.print(f"{run.policy}: loss and accuracy are those of {run.evaluated}", soft_wrap=True)
 
 
 def tell_slices(runs: list[Run]) -> None:

@@ -1,19 +1,31 @@
 """Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
 
-`Apply`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
+`Apply`, `Reduce`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
 `Compute` ends in exactly one `GradientReady` or, if `AbortCompute` came in time, `ComputeAborted`; `SetTimer` in one
-`TimerFired` while its machine lives. Each handle that arrives is consumed exactly once, by `Apply` or `Drop`.
+`TimerFired` while its machine lives. Each handle that arrives is consumed exactly once, by `Apply`, `Reduce` or `Drop`.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Handle, Node, Notify, Parameters, Plan, Pull, Push, Release, Resync, Rise
+from paceline.core.messages import (
+    Handle,
+    Node,
+    Notify,
+    Parameters,
+    PeerMessage,
+    Plan,
+    Pull,
+    Push,
+    Release,
+    Resync,
+    Rise,
+)
 
 
 class Compute(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Worker: compute the gradient of `iteration` on the parameters that have arrived."""
+    """Worker, peer: compute the gradient of `iteration` on the parameters that are here."""
 
     iteration: int
     attempt: int
@@ -23,11 +35,11 @@ class Send(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Any machine: send `message` to the node `to`. Messages to one node arrive in the order they were sent."""
 
     to: Node
-    message: Push | Pull | Rise | Release | Notify | Resync | Plan
+    message: Push | Pull | Rise | Release | Notify | Resync | Plan | PeerMessage
 
 
 class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Shard: one optimizer step on the mean of `handles` at `weight` times the learning rate, making `version`."""
+    """Shard, peer: a step of the optimizer on the mean of `handles` at `weight` times its rate, making `version`."""
 
     handles: tuple[Handle, ...]
     weight: float
@@ -35,7 +47,7 @@ class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Drop(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Shard: forget this gradient; it must not touch the parameters."""
+    """Shard, peer: forget this gradient or update; it must not touch the parameters."""
 
     handle: Handle
     reason: str
@@ -75,4 +87,21 @@ class AbortCompute(Struct, frozen=True, array_like=True, tag=True, gc=False):
     attempt: int
 
 
-Action = Compute | Send | Apply | Drop | Answer | Park | SetTimer | AbortCompute
+class Reduce(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Peer: replace the parameters by `own` times themselves plus the updates, each times its weight."""
+
+    iteration: int
+    handles: tuple[Handle, ...]
+    weights: tuple[float, ...]
+    own: float
+
+
+class Wait(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Peer: nothing to do; for the report: why it does not enter its next iteration, and for whom it waits."""
+
+    iteration: int
+    reason: str
+    waits_for: tuple[int, ...]
+
+
+Action = Compute | AbortCompute | Send | Apply | Drop | Answer | Park | SetTimer | Reduce | Wait

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import Notify, Parameters, Plan, Pull, Push, Release, Resync, Rise, View
+from paceline.core.messages import (
+    Ack,
+    Hello,
+    Notify,
+    Offer,
+    Parameters,
+    Plan,
+    Pull,
+    Push,
+    Release,
+    Reply,
+    Resync,
+    Rise,
+    Token,
+    Update,
+    View,
+)
 
 
 class ViewChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -114,6 +130,49 @@ class ComputeAborted(Struct, frozen=True, array_like=True, tag=True, gc=False):
     attempt: int
 
 
+class UpdateArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A neighbour's parameters have reached this peer, whole."""
+
+    at: float
+    update: Update
+
+
+class TokenArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """An out-neighbour told this peer how far it is."""
+
+    at: float
+    token: Token
+
+
+class AckArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """An out-neighbour has averaged in this peer's update."""
+
+    at: float
+    ack: Ack
+
+
+class HelloArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A neighbour said the first word on a new edge."""
+
+    at: float
+    hello: Hello
+
+
+class OfferArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """AD-PSGD: a neighbour wants to average."""
+
+    at: float
+    offer: Offer
+
+
+class ReplyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """AD-PSGD: the neighbour this peer had chosen answered."""
+
+    at: float
+    reply: Reply
+
+
+PeerEvent = UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
 Event = (
     ViewChanged
     | Restored
@@ -129,4 +188,5 @@ Event = (
     | ResyncArrived
     | PlanArrived
     | ComputeAborted
+    | PeerEvent
 )

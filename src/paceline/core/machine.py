@@ -18,20 +18,26 @@ from typing import Any, ClassVar
 
 from paceline.core.actions import Action
 from paceline.core.events import (
+    AckArrived,
     ComputeAborted,
     Event,
     GradientReady,
+    HelloArrived,
     NotifyArrived,
+    OfferArrived,
     ParametersArrived,
     PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
+    ReplyArrived,
     Restored,
     ResyncArrived,
     RiseArrived,
     TimerFired,
+    TokenArrived,
+    UpdateArrived,
     ViewChanged,
 )
 
@@ -62,6 +68,12 @@ class Machine:
         ResyncArrived: "on_resync_arrived",
         PlanArrived: "on_plan_arrived",
         ComputeAborted: "on_compute_aborted",
+        UpdateArrived: "on_update_arrived",
+        TokenArrived: "on_token_arrived",
+        AckArrived: "on_ack_arrived",
+        HelloArrived: "on_hello_arrived",
+        OfferArrived: "on_offer_arrived",
+        ReplyArrived: "on_reply_arrived",
     }
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-Role = Literal["worker", "server", "scheduler", "driver"]
+Role = Literal["worker", "server", "scheduler", "driver", "peer"]
 
 
 class Node(NamedTuple):
@@ -126,15 +126,74 @@ class Resync(Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """The scheduler tells the shards where each worker is to stop next: (worker, incarnation, iteration), by rank.
 
-    A plan is complete; only one with a larger `number` than the last counts.
+    A plan is complete; only one with a larger `number` than the last counts. `due_s` is when the last of them is
+    predicted to be there, and `wait_s` for how long the first will have waited: for those who read the trace.
     """
 
     number: int
     stops: tuple[tuple[int, int, int], ...]
+    due_s: float = 0.0
+    wait_s: float = 0.0
 
 
 ToScheduler = Pull | Rise | Notify
 """What workers and shards tell the scheduler."""
 FromScheduler = Release | Resync
 """What the scheduler tells a worker."""
-Message = Push | Pull | Parameters | Rise | Release | Notify | Resync | Plan
+
+
+# Between peers, where there are no servers (core/peer.py, core/gossip.py).
+
+
+class Update(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The whole parameters of a peer, as they are in `handle.iteration`. (Its `nbytes` is 0: all are alike.)"""
+
+    handle: Handle
+
+
+class Token(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A peer tells its in-neighbours that it has entered `iteration`: a token for each since the last it told."""
+
+    peer: int
+    incarnation: int
+    iteration: int
+
+
+class Ack(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A peer tells its in-neighbours that it has averaged in their updates of `iteration`."""
+
+    peer: int
+    incarnation: int
+    iteration: int
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The first word on an edge that view `view` made: where the peer is, and the first update it will send on it.
+
+    `iteration` is -1 if the peer has just joined: it asks for parameters to begin with.
+    """
+
+    peer: int
+    incarnation: int
+    iteration: int
+    first: int
+    view: int
+
+
+class Offer(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """AD-PSGD: here are my parameters, average them with yours and send me yours."""
+
+    handle: Handle
+
+
+class Reply(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """AD-PSGD: the parameters asked for by the offer of `iteration`, or none: an offer of its own was under way."""
+
+    peer: int
+    incarnation: int
+    iteration: int
+    handle: Handle | None
+
+
+PeerMessage = Update | Token | Ack | Hello | Offer | Reply
+Message = Push | Pull | Parameters | Rise | Release | Notify | Resync | Plan | PeerMessage

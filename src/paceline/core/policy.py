@@ -13,6 +13,7 @@ policy's `gate` (`core/gate.py`). Everything else is in `core/shard.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from paceline.core.messages import Members, Role
 from paceline.core.progress import Progress, name_workers
 from paceline.core.shard import Shard
 from paceline.core.spec import Spec, option
+from paceline.core.topology import Topology
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
 
@@ -98,6 +100,20 @@ class CentralPolicy(Policy):
         if role == "server":
             return Shard(self, rank, members, seed)
         raise ConfigError(f"{self} has no machine for the role {role!r}: it has workers and servers")
+
+
+@dataclass(frozen=True)
+class PeerPolicy(Policy):
+    """A policy without servers: peers on a graph, each with its own parameters and its own optimizer."""
+
+    def topology(self, peers: int) -> Topology:
+        """Who sends to whom, among so many."""
+        raise NotImplementedError
+
+    def most_ahead(self, there: int, back: int) -> float:
+        """By how many iterations i may be ahead of j at most (003, Table 1), with `there` the length of the shortest
+        path i -> j, `back` that of j -> i."""
+        return math.inf
 
 
 def lazy_option() -> Any:

@@ -4,25 +4,49 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
 from paceline.core.events import (
+    AckArrived,
     ComputeAborted,
     Event,
     GradientReady,
+    HelloArrived,
     NotifyArrived,
+    OfferArrived,
     ParametersArrived,
     PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
+    ReplyArrived,
     Restored,
     ResyncArrived,
     RiseArrived,
     TimerFired,
+    TokenArrived,
+    UpdateArrived,
     ViewChanged,
 )
-from paceline.core.messages import Handle, Message, Notify, Parameters, Plan, Pull, Push, Release, Resync, Rise
+from paceline.core.messages import (
+    Ack,
+    Handle,
+    Hello,
+    Message,
+    Notify,
+    Offer,
+    Parameters,
+    PeerMessage,
+    Plan,
+    Pull,
+    Push,
+    Release,
+    Reply,
+    Resync,
+    Rise,
+    Token,
+    Update,
+)
 
 Process = tuple[int, int]
 """One life of a worker: its rank and its incarnation."""
@@ -73,6 +97,17 @@ def in_words(thing: Event | Action | Message) -> str:
             return in_words(plan)
         case ComputeAborted(iteration=iteration, attempt=attempt):
             return f"attempt {attempt} at iteration {iteration} aborted"
+        case UpdateArrived(update=message) | TokenArrived(token=message) | AckArrived(ack=message):
+            return in_words(message)
+        case HelloArrived(hello=message) | OfferArrived(offer=message) | ReplyArrived(reply=message):
+            return in_words(message)
+        case Update() | Token() | Ack() | Hello() | Offer() | Reply():
+            return peer_words(thing)
+        case Reduce(iteration, handles, weights, own):
+            parts = [f"{weight:.3g} of peer {name(author(h))}'s" for h, weight in zip(handles, weights, strict=True)]
+            return f"average for iteration {iteration}: {own:.3g} of its own, {', '.join(parts) or 'nothing else'}"
+        case Wait(iteration, reason):
+            return f"wait in iteration {iteration}: {reason}"
         case Push(handle):
             return f"push of iteration {handle.iteration} by worker {name(author(handle))}"
         case Pull(iteration=iteration, attempt=attempt):
@@ -89,9 +124,9 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"notice of worker {name(asker(thing))} at iteration {iteration}"
         case Resync(iteration=iteration):
             return f"re-sync of worker {name(asker(thing))} in iteration {iteration}"
-        case Plan(number, stops):
+        case Plan(number, stops, due_s, wait_s):
             where = ", ".join(f"{name((worker, life))} at {stop}" for worker, life, stop in stops)
-            return f"plan {number}: workers stop, {where}"
+            return f"plan {number}: workers stop, {where}, by {due_s:.3g} s and waiting {wait_s:.3g} s at most"
         case AbortCompute(iteration, attempt):
             return f"abort attempt {attempt} at iteration {iteration}"
         case Compute(iteration, attempt):
@@ -102,7 +137,8 @@ def in_words(thing: Event | Action | Message) -> str:
             which = " and ".join(f"{handle.iteration} of worker {name(author(handle))}" for handle in handles)
             return f"apply iteration {which} at weight {weight:.3g}, making version {version}"
         case Drop(handle, reason):
-            return f"drop the {in_words(Push(handle))}: {reason}"
+            what = in_words(Push(handle) if handle.nbytes else Update(handle))
+            return f"drop the {what}: {reason}"
         case Answer(parameters, reason, released_by):
             by = f", by worker {released_by}" if released_by >= 0 else ""
             return f"answer {in_words(parameters)}{f' (was parked: {reason}{by})' if reason else ''}"
@@ -112,3 +148,23 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"set timer {timer} to fire in {after_s:.3g} s"
         case _:
             assert_never(thing)
+
+
+def peer_words(message: PeerMessage) -> str:
+    match message:
+        case Update(handle):
+            return f"update of iteration {handle.iteration} by peer {name(author(handle))}"
+        case Token(peer, incarnation, iteration):
+            return f"token of peer {name((peer, incarnation))}, in iteration {iteration}"
+        case Ack(peer, incarnation, iteration):
+            return f"ack of iteration {iteration} by peer {name((peer, incarnation))}"
+        case Hello(peer, incarnation, iteration, first, view):
+            where = f"in iteration {iteration}, updates from {first} on" if iteration >= 0 else "new here"
+            return f"hello of peer {name((peer, incarnation))} in view {view}, {where}"
+        case Offer(handle):
+            return f"offer of iteration {handle.iteration} by peer {name(author(handle))}"
+        case Reply(peer, incarnation, iteration, answer):
+            what = "parameters" if answer is not None else "no parameters, it is busy"
+            return f"reply of peer {name((peer, incarnation))} to the offer of iteration {iteration}: {what}"
+        case _:
+            assert_never(message)

@@ -15,11 +15,14 @@ from paceline.core.policy import CentralPolicy, Policy
 from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
 from paceline.policies import own
+from paceline.policies.adpsgd import ADPSGD
 from paceline.policies.asp import ASP
 from paceline.policies.backup import Backup
 from paceline.policies.bsp import BSP
 from paceline.policies.deadline import Deadline
 from paceline.policies.dssp import DSSP
+from paceline.policies.elastic import ElasticBSP
+from paceline.policies.hop import Hop
 from paceline.policies.pssp import PSSP
 from paceline.policies.scheduled import Scheduled
 from paceline.policies.several import Mix, Switch
@@ -28,7 +31,8 @@ from paceline.policies.ssp import SSP
 from paceline.policies.waiting import Waiting
 
 CATALOGUE: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, Waiting, Scheduled, SpecSync)
+    policy.name: policy
+    for policy in (BSP, ASP, SSP, DSSP, PSSP, Backup, Deadline, ElasticBSP, SpecSync, Waiting, Scheduled, Hop, ADPSGD)
 }
 REGISTERED: dict[str, type[Policy]] = {}
 """Classes of policy objects that were given: this process, and its forks, know them by their names too."""
@@ -98,6 +102,7 @@ def register(policy: Policy) -> None:
 
 
 __all__ = [
+    "ADPSGD",
     "ASP",
     "BSP",
     "CATALOGUE",
@@ -107,6 +112,8 @@ __all__ = [
     "Backup",
     "CentralPolicy",
     "Deadline",
+    "ElasticBSP",
+    "Hop",
     "Mix",
     "Policy",
     "Scheduled",

@@ -13,13 +13,12 @@ worker's next. Sort iterations by s; the barrier as a function of l is the runni
 and on each step the best l is its right end, where the next step begins: the start of an iteration. One sort, one
 running maximum, one subtraction. l ranges up to the earliest of the rows' last times.
 
-Most iterations need not even be sorted. Take a few workers alone, and let `bound` be their shortest wait: for every l
-their staircase is then at least `bound` above l. An iteration shorter than that, started at s, has ended before the
-staircase at s; it can change nothing. (In floating point too: subtraction rounds, but keeps the order.) So: choose
-some workers with long iterations, solve for them, drop whatever is shorter than their wait, solve for the rest. The
-best workers to choose are slow but not all alike, since those who are in step wait for nobody; which are chosen
-decides how long it takes, never what comes out. With the paper's data (n = 1000, R = 150) a quarter of the
-iterations is left to sort; at worst all are.
+Most iterations need not even be sorted. Take a few workers alone; their staircase is nowhere above that of all. An
+iteration that ends below the step it starts on can change nothing. If `bound` is the shortest wait of the few, their
+staircase is for every l at least `bound` above l, so workers whose iterations are all shorter than that are dropped at
+once. (In floating point too: subtraction rounds, but keeps the order.) What is left is held against the staircase
+itself, in a table, and only what rises above it is sorted. The few should be slow, but not all alike: those in step
+wait for nobody. Which are taken decides how long it takes, never what comes out. At worst all are sorted.
 
 What it promises. Exactly the optimum, whatever the times, ties included. `docs/benchmarks.md` has what it takes.
 
@@ -39,12 +38,14 @@ from paceline.errors import ConfigError
 Times = NDArray[np.float64]
 """(workers, iterations): when each ends, each row ascending."""
 
-FEWEST = 64
-"""With fewer workers than that, sorting everything is sooner done than finding out what to leave out."""
+FEWEST = 200
+"""With fewer workers than that, all is sorted sooner than it is found out what need not be."""
 SLOWEST = 5
 """Those solved for first are taken evenly from the slowest fifth ..."""
 ROOTS = 3
 """... and are three times the root of all: enough for a good bound, few beside the rest."""
+CELLS = 2
+"""The table of their staircase has two cells for each of their iterations."""
 
 
 @dataclass(frozen=True)
@@ -62,31 +63,59 @@ class Plan:
 def plan(times: ArrayLike) -> Plan:
     """The barrier with the shortest wait for these (n, R) iteration ends; among equals the earliest."""
     ends, lengths = checked(times)
-    first, last = ends[:, 0].max(), ends[:, -1].min()
-    bound, kept = 0.0, np.arange(len(ends))
+    starts, stops = ends[:, :-1], ends[:, 1:]
+    first, last = float(ends[:, 0].max()), float(ends[:, -1].min())
     if len(ends) >= FEWEST and lengths.size:
         longest = lengths.max(axis=1)
-        few = slow_but_spread(longest)
-        bound, _ = staircase(ends[few], lengths[few], 0.0, first, last)
-        kept = np.flatnonzero(longest >= bound)
-    wait, barrier = staircase(ends[kept], lengths[kept], bound, first, last)
+        few = ends[slow_but_spread(longest)]
+        stairs = Staircase(few[:, :-1], few[:, 1:], first, last)
+        kept = ends[longest >= stairs.lowest()[0]]
+        starts, stops = kept[:, :-1], kept[:, 1:]
+        rises = stairs.may_rise(starts, stops)
+        starts, stops = starts[rises], stops[rises]
+    wait, barrier = Staircase(starts, stops, first, last).lowest()
     # Each stops after its last iteration that ends not after the barrier.
-    stops = np.count_nonzero(ends <= barrier, axis=1) - 1
-    return Plan(barrier, wait, tuple(stops.tolist()))
+    iterations = np.count_nonzero(ends <= barrier, axis=1) - 1
+    return Plan(barrier, wait, tuple(iterations.tolist()))
 
 
-def staircase(ends: Times, lengths: Times, bound: float, first: float, last: float) -> tuple[float, float]:
-    """The shortest wait and its barrier, by the iterations not shorter than `bound`.
+class Staircase:
+    """The barrier as a function of l, for iterations that run from `starts` to `stops`."""
 
-    `first` is when everybody has ended an iteration, `last` when somebody has ended all: l is at most that.
-    """
-    chosen = (lengths >= bound) & (ends[:, :-1] < last)
-    starts, stops = ends[:, :-1][chosen], ends[:, 1:][chosen]
-    order = np.argsort(starts)
-    barriers = np.maximum.accumulate(np.concatenate(([first], stops[order])))
-    waits = barriers - np.concatenate((starts[order], [last]))
-    best = int(np.argmin(waits))
-    return float(waits[best]), float(barriers[best])
+    def __init__(self, starts: Times, stops: Times, first: float, last: float) -> None:
+        """`first` is when everybody has ended an iteration, `last` when somebody has ended all: l is at most that."""
+        inside = starts < last
+        starts, stops = starts[inside], stops[inside]
+        order = np.argsort(starts)
+        self.last = last
+        self.starts: Times = starts[order]
+        self.barriers: Times = np.maximum.accumulate(np.concatenate(([first], stops[order])))
+        """Behind so many of the starts."""
+
+    def lowest(self) -> tuple[float, float]:
+        """The shortest wait, and its barrier."""
+        waits = self.barriers - np.concatenate((self.starts, [self.last]))
+        best = int(np.argmin(waits))
+        return float(waits[best]), float(self.barriers[best])
+
+    def may_rise(self, starts: Times, stops: Times) -> NDArray[np.bool_]:
+        """Which of these iterations may end above the step they start on: all that do, and a few more.
+
+        Looked up in a table of equal cells. A start counts only for the cells behind its own, so rounding is harmless.
+        """
+        low = min(starts.min(initial=self.last), self.starts.min(initial=self.last))
+        span = float(self.last - low)
+        cells = CELLS * len(self.starts)
+        if not (span > 0 and math.isfinite(span) and math.isfinite(cells / span)):
+            return np.ones(starts.shape, dtype=np.bool_)
+
+        def cell_of(moments: Times) -> NDArray[np.intp]:
+            cell: Times = (np.minimum(moments, self.last) - low) * (cells / span)
+            return cell.astype(np.intp)
+
+        before = np.cumsum(np.bincount(cell_of(self.starts) + 1, minlength=cells + 2))
+        rises: NDArray[np.bool_] = stops > self.barriers[before][cell_of(starts)]
+        return rises
 
 
 def slow_but_spread(longest: Times) -> NDArray[np.intp]:

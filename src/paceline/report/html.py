@@ -15,6 +15,7 @@ from typing import Any
 from paceline.report.aborts import abort_table
 from paceline.report.charts import legend, line_chart
 from paceline.report.markup import plural, tag, text
+from paceline.report.planned import barrier_section
 from paceline.report.tables import cause_table, config_table, reason_table, summary_table
 from paceline.report.timeline import lanes
 from paceline.report.view import RunView, target_of, verdict
@@ -43,11 +44,12 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
         ("Learning", curves if charts else _note("No evaluation was recorded.")),
         ("Who did what, when", lanes(runs)),
         ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),
+        ("Planned barriers", barrier_section(runs)),
         *((("What was begun again", abort_table(runs)),) if any(run.summary.get("aborts") for run in runs) else ()),
         ("Configuration", config_table(config)),
     )
     body = tag("header", header)
-    body += "".join(tag("section", tag("h2", text(name)) + content) for name, content in sections)
+    body += "".join(tag("section", tag("h2", text(name)) + content) for name, content in sections if content)
     head = (
         '<meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -20,7 +20,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.core.actions import Answer, Compute, Park, Send, SetTimer
-from paceline.core.events import ComputeAborted, GradientReady, ParametersArrived, RiseArrived, TimerFired, ViewChanged
+from paceline.core.actions import Wait as PeerWait
+from paceline.core.events import (
+    ComputeAborted,
+    Event,
+    GradientReady,
+    ParametersArrived,
+    RiseArrived,
+    TimerFired,
+    ViewChanged,
+)
 from paceline.core.messages import Release, View
 from paceline.core.trace import Record, Trace
 
@@ -171,6 +180,8 @@ class Lanes:
         """The lanes of each rank, in the order they started."""
         self.view = View(0, ())
         self.last_s = 0.0
+        self.last_ordered: dict[tuple[int, int], float] = {}
+        """When each peer began what it computed last."""
 
     def take(self, record: Record) -> None:
         event = record.event
@@ -198,6 +209,8 @@ class Lanes:
                     lane.start_compute(at, action.iteration)
                 elif type(action) is SetTimer:
                     lane.park(at, NOBODY, "rests before it pulls")
+        elif role == "peer":
+            self.take_peer(record)
         elif role == "scheduler":
             self.take_scheduler(record)
         elif role == "server":
@@ -211,6 +224,25 @@ class Lanes:
                     parked = self.lanes.get((action.pull.worker, action.pull.incarnation))
                     if parked is not None:
                         parked.park(at, rank, action.reason)
+
+    def take_peer(self, record: Record) -> None:
+        """A peer says itself why it waits; what lets it go on came from the sender of the event."""
+        at, event = record.event.at, record.event
+        process = (record.node[1], record.incarnation)
+        lane = self.lanes.get(process) or self.start(*process, at)
+        lane.last_s = at
+        if lane.end_s is not None:
+            return
+        if type(event) is GradientReady:
+            lane.finish_compute(at)
+        for action in record.actions:
+            if type(action) is PeerWait:
+                lane.answer(at, NOBODY, sender_of(event))
+                lane.park(at, NOBODY, action.reason)
+            elif type(action) is Compute:
+                lane.answer(at, NOBODY, sender_of(event))
+                lane.start_compute(at, action.iteration)
+                self.last_ordered[process] = at
 
     def take_scheduler(self, record: Record) -> None:
         """A pull that the scheduler holds waits for all shards; it ends with the rise that lets it pass."""
@@ -249,9 +281,12 @@ class Lanes:
 
     def finish(self, end_s: float) -> None:
         """No more records: the run ended at `end_s`."""
-        for lane in self.lanes.values():
+        for process, lane in self.lanes.items():
             if lane.end_s is None:
-                lane.end(end_s)
+                # A peer that has done its iterations stays a member, and does not compute what it enters last.
+                lane.end(
+                    min(end_s, self.last_ordered[process]) if lane.computing and process in self.last_ordered else end_s
+                )
 
     def lifetimes_s(self) -> float:
         return sum(lane.end_s - lane.start_s for lane in self.lanes.values() if lane.end_s is not None)
@@ -267,6 +302,17 @@ class Lanes:
                 if died < until:
                     spans.append(Span(worker, lane.incarnation, "dead", died, until))
         return spans
+
+
+def sender_of(event: Event) -> int:
+    """The peer whose message an event is; -1 if it is none."""
+    for name in ("update", "offer"):
+        if hasattr(event, name):
+            return int(getattr(event, name).handle.source)
+    for name in ("token", "ack", "hello", "reply"):
+        if hasattr(event, name):
+            return int(getattr(event, name).peer)
+    return NOBODY
 
 
 def spans(trace: Trace, time_s: float | None = None) -> list[Span]:

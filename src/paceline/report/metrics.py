@@ -4,6 +4,9 @@ A *DPR* (delayed pull request, 001 Table IV) is a pull that was parked, counted 
 scheduler parks. *Staleness* of a gradient slice is how many versions its shard made between the version it was
 computed on and the one it went into. A gradient counts as *dropped* when at least one shard dropped its slice for
 being late or not finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
+
+Of peers (report/peers.py): staleness is how many iterations older an update was than the average it went into, dropped
+are the updates that came too late for any, updates the steps of each peer's optimizer, in the mean.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from paceline.core.events import GradientReady, NotifyArrived, PullArrived, Push
 from paceline.core.messages import Handle, Resync
 from paceline.core.trace import Record, Trace
 from paceline.report.lanes import Lanes, Span, spans
+from paceline.report.peers import PeerCounts
 
 K = TypeVar("K")
 NO_VIEW: tuple[int, frozenset[tuple[int, int]]] = (0, frozenset())
@@ -55,10 +59,14 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
     """Measure a run. `time_s` is its length where that is known better than by its last record."""
     lanes = Lanes()
     counts = Counts(trace.header.slice_bytes)
+    peers = PeerCounts(trace.header)
     for record in trace.records:
         lanes.take(record)
         if record.node[0] == "server":
             counts.take(record)
+        elif record.node[0] == "peer":
+            counts.gradients += type(record.event) is GradientReady
+            peers.take(record)
         elif type(record.event) is GradientReady:
             counts.gradients += 1
         elif record.node[0] == "scheduler":
@@ -72,13 +80,13 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
     whole, rest = divmod(counts.gradients, workers)
     return Metrics(
         iterations=counts.gradients / workers if rest else whole,
-        updates=counts.updates,
+        updates=counts.updates + peers.updates,
         time_s=end_s if time_s is None else time_s,
         wait_share=sum(span.seconds for span in waits) / lifetimes_s if lifetimes_s else 0.0,
         dpr_per_100=100 * counts.parks * workers / counts.gradients if counts.gradients else 0.0,
-        staleness=describe(counts.staleness),
-        dropped=len(counts.dropped),
-        bytes=counts.bytes(),
+        staleness=describe(counts.staleness + peers.staleness),
+        dropped=len(counts.dropped) + peers.late,
+        bytes={**counts.bytes(), **peers.bytes()},
         waiting_caused_by=waiting_caused_by(waits),
         waiting_by_reason=waiting_by_reason(waits),
         aborts=describe_aborts([span for span in all_spans if span.kind == "aborted"]),

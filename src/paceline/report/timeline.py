@@ -13,6 +13,7 @@ from msgspec import Struct
 from paceline.report.charts import Axis, axis, time_ticks
 from paceline.report.lanes import Kind, Span
 from paceline.report.markup import count, seconds, share, swatch, tag, text
+from paceline.report.planned import mark_keys, marks
 from paceline.report.view import RunView, labels
 
 SHOWN_ITERATIONS = 40
@@ -59,6 +60,7 @@ def lanes(runs: list[RunView]) -> str:
     drawn = {span.kind for run in runs for span in run.spans}
     usual = [(kind, word) for kind, word in WORDS.items() if kind != "aborted" or kind in drawn]
     keys = [tag("span", f'<i class="kind {kind}"></i>{text(word)}') for kind, word in usual]
+    keys += mark_keys(runs)
     x = axis(0.0, shown_s, 8, tight=True)
     names = labels(runs)
     figures = [_lanes(index, names[index], run, x) for index, run in enumerate(runs)]
@@ -81,7 +83,7 @@ def _lanes(index: int, name: str, run: RunView, x: Axis) -> str:
     total = len(rows) * (height + gap)
     svg = tag(
         "svg",
-        "".join(groups),
+        "".join(groups) + marks(run.barriers, x, WIDTH, total),
         viewBox=f"0 0 {WIDTH} {total}",
         preserveAspectRatio="none",
         role="img",

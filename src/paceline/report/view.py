@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from paceline.report.barriers import Barrier
 from paceline.report.lanes import Span
 from paceline.report.markup import seconds
 
@@ -23,6 +24,8 @@ class RunView(Struct):
     history: list[dict[str, float | None]]
     summary: dict[str, Any]
     spans: list[Span]
+    barriers: list[Barrier] = []
+    """Those that were planned and reached."""
 
     def number(self, *path: str) -> float | None:
         """A finite number of the summary, or None where it is missing: `run.number("final", "loss")`."""

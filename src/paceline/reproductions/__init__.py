@@ -12,11 +12,13 @@ from paceline.reproductions.backup_choice import BackupChoice
 from paceline.reproductions.backup_staleness import BackupStaleness
 from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Claim, Findings, Reproduction
+from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
 from paceline.reproductions.specsync import SpecSyncSpeed
 from paceline.reproductions.specsync_waiting import SpecSyncWaiting
+from paceline.reproductions.zipline_search import ZipLineSearch
 
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
@@ -27,6 +29,8 @@ CATALOGUE: dict[str, type[Reproduction]] = {
         FluentPSOverlap,
         FluentPSPSSP,
         FluentPSLazy,
+        ZipLineSearch,
+        ElasticBSPs,
         SpecSyncWaiting,
         SpecSyncSpeed,
     )

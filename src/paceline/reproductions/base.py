@@ -5,7 +5,8 @@ two differ. Below, a frozen dataclass whose fields are the sizes (so that tests 
 `measure` gives `Findings`: rows, as measured, and claims, each with the paper's figure, ours, and whether the
 direction is the same. A claim that does not come out is a finding like any other and says why.
 
-Equal seeds give equal findings, to the byte: nothing in them depends on how fast the machine is.
+Equal seeds give equal findings, to the byte: nothing in them depends on how fast the machine is. Only where the
+paper's figure is the time a search takes (zipline-search) is that measured, in columns of its own.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Send, SetTimer
+from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
 from paceline.core.events import Event
 from paceline.core.machine import Machine
 from paceline.core.messages import Node, View
@@ -28,6 +28,8 @@ ORDERS: dict[type, str] = {
     Park: "park",
     SetTimer: "set_timer",
     AbortCompute: "abort_compute",
+    Reduce: "reduce",
+    Wait: "wait",
 }
 """The method of a carrier that carries an action out."""
 
@@ -54,6 +56,22 @@ class Carrier(Protocol):
     def set_timer(self, action: SetTimer) -> None: ...
 
     def abort_compute(self, action: AbortCompute) -> None: ...
+
+
+class PeerCarrier(Protocol):
+    """Carries out a peer's actions: it computes, sends, averages and steps."""
+
+    def compute(self, action: Compute) -> None: ...
+
+    def send(self, action: Send) -> None: ...
+
+    def apply(self, action: Apply) -> None: ...
+
+    def reduce(self, action: Reduce) -> None: ...
+
+    def drop(self, action: Drop) -> None: ...
+
+    def wait(self, action: Wait) -> None: ...
 
 
 class WorkerCarrier:
@@ -114,7 +132,12 @@ class Seat:
     """A machine in its place: `tell` it what happened, and what it orders is done."""
 
     def __init__(
-        self, node: Node, incarnation: int, machine: Machine, carrier: Carrier, record: Recorder | None
+        self,
+        node: Node,
+        incarnation: int,
+        machine: Machine,
+        carrier: Carrier | PeerCarrier,
+        record: Recorder | None,
     ) -> None:
         self.node = node
         self.incarnation = incarnation

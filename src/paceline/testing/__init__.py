@@ -42,7 +42,10 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *abort*: a computation is aborted only while it runs, and an iteration once at most; if it is begun again, then
   after that. (The abort may come too late, and the gradient all the same.) A second pull for it is not parked;
 - *together* (a policy that `has_scheduler`): a shard reports its V as it is, and the scheduler releases a worker
-  only when the policy's pull condition holds for the smallest V of all shards.
+  only when the policy's pull condition holds for the smallest V of all shards;
+- *stop* (a policy whose scheduler sends plans): while some member in the last plan a shard was told is not at its
+  stop, that shard answers nobody who asks for its stop or more, nor whoever is not in the plan; and it parks nobody
+  else.
 
 Whatever a machine raises, its own `check()` included, is rule *machine*. Write a policy, then play it a
 thousand times: a condition that is wrong in one interleaving of a thousand shows within seconds.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Send, SetTimer
-from paceline.core.events import Event, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
-from paceline.core.messages import Handle, Parameters, Pull, Rise, View
+from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
+from paceline.core.events import Event, PlanArrived, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
+from paceline.core.messages import Handle, Parameters, Plan, Pull, Rise, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.words import Process, asker, author, in_words, name
 from paceline.testing.story import Story
@@ -53,6 +53,10 @@ class Ledger:
         consumed."""
         self.dropped: set[Process] = set()
         self.version = 0
+        self.planned = 0
+        """The number of the last plan."""
+        self.stops: dict[Process, int] | None = None
+        """Where its members are to stop; None before the first."""
         self.given: dict[Process, int] = {}
         """The version each process was answered last."""
 
@@ -69,6 +73,8 @@ class Ledger:
                 self.owing &= self.next.keys()
                 for process, pull in self.asked.items():
                     self.promise(process, pull.iteration)
+            case PlanArrived(plan=plan) if plan.number > self.planned:
+                self.note_plan(plan)
             case TimerFired(timer=timer):
                 self.overtime |= timer == self.V
             case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
@@ -94,6 +100,17 @@ class Ledger:
         if process in self.next and good:
             self.pushed.add((process, handle.iteration))
         self.promise(process, handle.iteration + 1)
+
+    def note_plan(self, plan: Plan) -> None:
+        self.planned = plan.number
+        named = {(worker, life): stop for worker, life, stop in plan.stops}
+        self.stops = {process: stop for process, stop in named.items() if process in self.next}
+
+    def is_stopped(self, process: Process, iteration: int) -> bool:
+        """Whether a plan that is not over forbids this worker to have the parameters of `iteration`."""
+        stops = self.stops or {}
+        over = all(self.next.get(other, stop) >= stop for other, stop in stops.items())
+        return not over and iteration >= stops.get(process, 0)
 
     def promise(self, process: Process, iteration: int) -> None:
         if process in self.next:
@@ -151,7 +168,7 @@ class Ledger:
                     self.expect(after_s >= 0, "answer", f"a time cannot be negative: {what}")
                 case Send(message=Rise(V=V)) if self.plan.has_scheduler:
                     self.expect(V == self.V, "together", f"{what}, it is at V={self.V}")
-                case Compute() | AbortCompute() | Send():
+                case Compute() | AbortCompute() | Send() | Reduce() | Wait():
                     self.expect(False, "answer", f"a shard may not {what}")
                 case _:
                     assert_never(action)
@@ -160,6 +177,8 @@ class Ledger:
                 self.expect(process in self.parked, "parked", f"not even parked: {in_words(pull)}")
                 others_at = [at for other, at in self.next.items() if other != process]
                 waits = any(at < pull.iteration + self.patience for at in others_at)
+                if self.stops is not None:
+                    waits = self.is_stopped(process, pull.iteration)
                 self.expect(waits, "parked", f"waits for nobody: {in_words(pull)}")
 
     def judge_apply(self, apply: Apply, what: str) -> None:
@@ -195,6 +214,9 @@ class Ledger:
         self.parked.discard(process)
         asked = process in self.next and pull is not None and pull.iteration <= parameters.iteration
         self.expect(asked, "answer", f"{what}, which asked for {pull}")
+        if pull is not None:
+            stopped = self.is_stopped(process, pull.iteration)
+            self.expect(not stopped, "stop", f"{what}, but plan {self.planned} is not over: {self.stops}")
         self.expect(parameters.version == self.version, "answer", f"{what}, the version is {self.version}")
         self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
         self.given[process] = parameters.version

@@ -17,8 +17,8 @@ from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record, Trace
-from paceline.dealing import Dealer
-from paceline.run import Point, Run, Target
+from paceline.dealing import SHUFFLED, Dealer, dealer_of
+from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.runtime.driver import Authority, Seat
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.gradients import Gradients
@@ -53,6 +53,8 @@ class Plan:
     """Workers read and push layer by layer; a server for each layer."""
     slicing: str = EPS
     """How the parameters are cut over the servers."""
+    shards: str = SHUFFLED
+    """How samples are dealt: shuffled, or sorted by label, each worker its own for good."""
 
 
 class Simulation:
@@ -73,16 +75,20 @@ class Simulation:
         self.flat = self.layout.empty()
         self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
         flatten(self.trained, self.layout.views(self.flat))
-        self.shards = self.layout.slices(plan.members.servers)
-        self.slice_bytes = self.layout.slice_bytes(plan.members.servers)
+        # Peers hold the whole vector each: as if there were one server.
+        self.shards = self.layout.slices(max(1, plan.members.servers))
+        self.slice_bytes = self.layout.slice_bytes(max(1, plan.members.servers))
         self.gradients = Gradients(
             plan.workload, self.module, self.layout, self.shards, plan.seed, plan.optimizer.extras.clip
         )
         batch = plan.batch or plan.workload.batch
-        self.dealer = Dealer(len(plan.workload.train[0]), plan.members.workers, batch, plan.seed)
+        self.dealer: Dealer = dealer_of(plan.shards, plan.workload.train, plan.members.workers, batch, plan.seed)
         self.trace = Trace(Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), [])
         self.history: list[Point] = []
         self.evaluated_at = 0
+        self.evaluated = ON_SERVERS
+        self.consensus: list[tuple[float, float]] = []
+        """Without servers: when, and how far from their average the peers were."""
         self.reached_s: float | None = None
         self.steps = 0
         self.at_iteration = [fault for fault in plan.cluster.faults if fault.at_iteration is not None]
@@ -155,6 +161,8 @@ class Simulation:
             others=self.others(),
             average=self.average(),
             layers=tuple(name for name, _ in self.layout.units()) if self.plan.by_layer else (),
+            evaluated=self.evaluated,
+            consensus=self.consensus,
         )
 
     def others(self) -> dict[str, Tensor]:
@@ -237,16 +245,23 @@ class Simulation:
 
     def consider_evaluation(self) -> None:
         """Evaluate when every shard has taken in as many gradients again as there are workers."""
-        consumed = min(server.consumed for server in self.servers)
-        if consumed >= self.evaluated_at + self.members.workers and not self.engine.stopped:
+        if self.consumed() >= self.evaluated_at + self.members.workers and not self.engine.stopped:
             self.evaluate()
 
+    def consumed(self) -> int:
+        """How many gradients every shard has taken in."""
+        return min(server.consumed for server in self.servers)
+
+    def updates(self) -> int:
+        """How many steps the model that is evaluated has made."""
+        return self.servers[0].updates
+
     def evaluate(self) -> None:
-        self.evaluated_at = min(server.consumed for server in self.servers)
+        self.evaluated_at = self.consumed()
         with torch.no_grad():
             torch._foreach_copy_(self.trained, self.layout.views(self.flat))
         measured = self.plan.workload.evaluate(self.module)
-        point = Point(self.engine.now, self.servers[0].updates, measured["loss"], measured["accuracy"])
+        point = Point(self.engine.now, self.updates(), measured["loss"], measured["accuracy"])
         self.history.append(point)
         if self.watch is not None:
             self.watch(point)

@@ -1,12 +1,13 @@
 """A virtual run without tensors: who waits for whom and how long, and nothing is learned.
 
 The machines, the wires and the clock are those of a simulation; gradients are names only. So it is fast enough to
-ask what a policy does with 10 000 workers. A worker stops after `iterations`; nobody is waiting for it then.
+ask what a policy does with 10 000 workers. A worker stops after `iterations`; nobody is waiting for it then, unless a
+scheduler has planned otherwise: where there is one, it leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster import Cluster
@@ -23,7 +24,7 @@ from paceline.core.events import (
     TimerFired,
     ViewChanged,
 )
-from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Push, Release
+from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Push, Release, View
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.trace import Header, Record, Trace
@@ -58,6 +59,7 @@ class Timing:
         header = Header("timing", str(plan.policy), plan.members, plan.seed, self.slice_bytes)
         self.trace = Trace(header)
         self.updates = 0
+        self.authority = Authority()
         self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
         self.workers = [
             TimedWorker(self, rank) if plan.cluster.link(rank) is None else LinkedWorker(self, rank)
@@ -89,14 +91,18 @@ class Timing:
 
     def run(self) -> int:
         """Run to the end; the number of events that machines handled."""
-        view = Authority().admit(dict.fromkeys(range(self.plan.members.workers), 0))
-        arrival = self.plan.cluster.latency_s
-        seats = [server.seat for server in self.servers] + [worker.seat for worker in self.workers]
+        view = self.authority.admit(dict.fromkeys(range(self.plan.members.workers), 0))
+        self.announce(view, [worker.seat for worker in self.workers])
+        self.engine.run()
+        return self.engine.sequence
+
+    def announce(self, view: View, also: Sequence[Seat] = ()) -> None:
+        """Tell the shards, and the scheduler if there is one."""
+        arrival = self.engine.now + self.plan.cluster.latency_s
+        seats = [*(server.seat for server in self.servers), *also]
         seats += [self.scheduler.seat] if self.plan.policy.has_scheduler else []
         for seat in seats:
             self.engine.tell(arrival, MESSAGE, seat.tell, ViewChanged(arrival, view))
-        self.engine.run()
-        return self.engine.sequence
 
 
 class TimedServer(ServerCarrier):
@@ -143,6 +149,7 @@ class TimedWorker(WorkerCarrier):
         plan = timing.plan
         self.timing = timing
         self.engine = timing.engine
+        self.rank = rank
         self.iterations = plan.iterations
         self.duration = plan.cluster.durations(rank, plan.members.workers, plan.seed)
         self.seat = timing.seat(Node("worker", rank), self)
@@ -158,6 +165,8 @@ class TimedWorker(WorkerCarrier):
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
             self.engine.tell(done, COMPUTE, self.finish, ready)
+        elif self.timing.plan.policy.has_scheduler:
+            self.timing.announce(self.timing.authority.remove(self.rank))
 
     def finish(self, ready: GradientReady) -> None:
         if self.computing == (ready.iteration, ready.attempt):

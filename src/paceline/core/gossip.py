@@ -1,0 +1,200 @@
+"""The machine of one peer under AD-PSGD: average with one random neighbour at a time, whatever its iteration.
+
+In each iteration a peer computes a gradient and meanwhile offers its parameters to a neighbour drawn at random, who
+answers with its own, as they were, and both take the mean: atomic for the pair, so the average of all peers stays. Then
+the gradient, computed on the parameters from before, is applied. (Lian et al. 2018, Algorithm 1; 003, section 5.)
+
+Between an offer and its answer the parameters must not change, so a peer that has an offer out cannot serve others. If
+it made them wait, offers in a circle would wait for ever: the paper's deadlock. On a bipartite graph one side offers
+and the other only answers, as AD-PSGD has it, so that cannot be. On other graphs everybody offers, and here a
+peer that is busy says so: the one who asked goes on without. Two offers that cross are each other's answers.
+
+Whoever joins asks its neighbours for parameters and begins with the first that come, in their sender's iteration.
+"""
+
+from __future__ import annotations
+
+from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
+from paceline.core.events import (
+    GradientReady,
+    HelloArrived,
+    OfferArrived,
+    ReplyArrived,
+    UpdateArrived,
+    ViewChanged,
+)
+from paceline.core.gate import coin
+from paceline.core.machine import IllegalEvent, Machine, require
+from paceline.core.messages import Handle, Hello, Node, Offer, PeerMessage, Reply, Update, View
+from paceline.core.topology import Topology, neighbours, sides
+
+ATTEMPT = 0
+JOINING = -1
+NOBODY = -1
+GOSSIP_STREAM = 77
+
+
+class Gossip(Machine):
+    def __init__(self, rank: int, graph: Topology, seed: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.graph = graph
+        self.seed = seed
+        self.view = View(0, ())
+        self.incarnation = JOINING
+        self.lives: dict[int, int] = {}
+        """The neighbours, with their incarnations."""
+        self.begun = False
+        self.iteration = 0
+        self.computing = False
+        self.gradient: Handle | None = None
+        self.offered = NOBODY
+        """The neighbour that has not answered yet."""
+        self.offers = False
+        """Whether this side of the graph makes offers."""
+        self.version = 0
+        self.sent = 0
+        self.early: list[OfferArrived] = []
+        """Offers that came before any view: this peer does not know its own incarnation yet."""
+        self.asking: dict[int, int] = {}
+        """Who has asked for parameters before this peer had any, or before the view named it: rank -> incarnation."""
+
+    # Facts.
+
+    def on_view_changed(self, event: ViewChanged) -> None:
+        if event.view.number <= self.view.number:
+            return
+        self.view = event.view
+        members = dict(event.view.members)
+        if self.incarnation == JOINING:
+            self.incarnation = members.get(self.rank, JOINING)
+        if self.incarnation == JOINING or members.get(self.rank) != self.incarnation:
+            self.stop()
+            return
+        alive = frozenset(rank for rank in members if rank < self.graph.size)
+        before = self.lives
+        self.lives = {peer: members[peer] for peer in neighbours(self.graph, alive).ins[self.rank]}
+        side = sides(self.graph, alive)
+        self.offers = bool(self.lives) and (side is None or side[self.rank] == 0)
+        if self.offered != NOBODY and self.lives.get(self.offered) != before.get(self.offered):
+            self.offered = NOBODY  # it will not answer: go on without
+        if event.view.number == 1:
+            self.begun = True
+            self.enter(0)
+        elif not self.begun:
+            hello = Hello(self.rank, self.incarnation, JOINING, JOINING, self.view.number)
+            for peer, life in self.lives.items():
+                if before.get(peer) != life:
+                    self.send(peer, hello)
+        self.serve()
+        early, self.early = self.early, []
+        for offer in early:
+            self.on_offer_arrived(offer)
+
+    def stop(self) -> None:
+        self.begun, self.computing, self.offered, self.lives = False, False, NOBODY, {}
+        if self.gradient is not None:
+            self.actions.append(Drop(self.gradient, "this peer was given up"))
+            self.gradient = None
+
+    def on_hello_arrived(self, event: HelloArrived) -> None:
+        self.asking[event.hello.peer] = event.hello.incarnation
+        self.serve()
+
+    def serve(self) -> None:
+        """Give parameters to those who asked and are neighbours by now."""
+        if not self.begun:
+            return
+        for peer, life in list(self.asking.items()):
+            if self.lives.get(peer, JOINING) >= life:
+                del self.asking[peer]
+                if self.lives[peer] == life:
+                    self.send(peer, Update(self.parameters()))
+
+    def on_update_arrived(self, event: UpdateArrived) -> None:
+        handle = event.update.handle
+        if self.begun or self.incarnation == JOINING:
+            self.actions.append(Drop(handle, "this peer has parameters already"))
+            return
+        self.begun = True
+        self.actions.append(Reduce(handle.iteration, (handle,), (1.0,), 0.0))
+        self.enter(handle.iteration)
+        self.serve()
+
+    def on_offer_arrived(self, event: OfferArrived) -> None:
+        handle = event.offer.handle
+        sender = handle.source
+        if self.incarnation == JOINING:
+            self.early.append(event)
+        elif not self.begun or self.lives.get(sender, handle.incarnation) != handle.incarnation:
+            self.decline(handle, "this peer has no parameters yet" if not self.begun else f"peer {sender} is gone")
+        elif self.offered == sender:
+            self.offered = NOBODY
+            self.average(handle)
+        elif self.offered != NOBODY:
+            self.decline(handle, f"this peer waits for the answer of peer {self.offered}")
+        else:
+            answer = Reply(self.rank, self.incarnation, handle.iteration, self.parameters())
+            self.send(sender, answer)
+            self.average(handle)
+
+    def decline(self, handle: Handle, reason: str) -> None:
+        self.actions.append(Drop(handle, reason))
+        self.send(handle.source, Reply(self.rank, self.incarnation, handle.iteration, None))
+
+    def on_reply_arrived(self, event: ReplyArrived) -> None:
+        reply = event.reply
+        due = self.offered == reply.peer and self.lives.get(reply.peer) == reply.incarnation
+        if due and reply.iteration == self.iteration:
+            self.offered = NOBODY
+            if reply.handle is not None:
+                self.average(reply.handle)
+        elif reply.handle is not None:
+            self.actions.append(Drop(reply.handle, "this peer went on without it"))
+
+    def on_gradient_ready(self, event: GradientReady) -> None:
+        handle = Handle(self.rank, self.incarnation, event.iteration, self.version, sum(event.nbytes))
+        if not self.begun:
+            self.actions.append(Drop(handle, "this peer was given up"))
+            return
+        if not self.computing or (event.iteration, event.attempt) != (self.iteration, ATTEMPT):
+            raise IllegalEvent(f"peer {self.rank} is not computing attempt {event.attempt} of {event.iteration}")
+        self.computing = False
+        self.gradient = handle
+        if self.offered != NOBODY:
+            reason = f"waits on peer {self.offered} to answer"
+            self.actions.append(Wait(self.iteration, reason, (self.offered,)))
+
+    # Rules.
+
+    def settle(self) -> None:
+        if self.gradient is None or self.offered != NOBODY:
+            return
+        self.version += 1
+        self.actions.append(Apply((self.gradient,), 1.0, self.version))
+        self.gradient = None
+        self.enter(self.iteration + 1)
+
+    def enter(self, iteration: int) -> None:
+        self.iteration = iteration
+        if self.offers:
+            draw = coin(self.seed, GOSSIP_STREAM, self.rank, self.incarnation, iteration)
+            self.offered = list(self.lives)[int(draw * len(self.lives))]
+            self.send(self.offered, Offer(self.parameters()))
+        self.computing = True
+        self.actions.append(Compute(iteration, ATTEMPT))
+
+    def average(self, handle: Handle) -> None:
+        self.actions.append(Reduce(self.iteration, (handle,), (0.5,), 0.5))
+
+    def parameters(self) -> Handle:
+        self.sent += 1
+        return Handle(self.rank, self.incarnation, self.iteration, self.sent, 0)
+
+    def send(self, peer: int, message: PeerMessage) -> None:
+        self.actions.append(Send(Node("peer", peer), message))
+
+    def check(self) -> None:
+        require(not (self.computing and self.gradient is not None), "it computes while its gradient waits")
+        require(self.offered == NOBODY or self.offered in self.lives, f"peer {self.offered} is no neighbour")
+        require(self.begun or self.offered == NOBODY, "it has no parameters and offers them")

@@ -1,0 +1,137 @@
+"""What a peer has received and not averaged yet, and the rules of Hop that look at it: enough to go on? which weights?
+
+    mode            goes on from iteration k when                              average
+    standard        an update of k from every in-neighbour                    weights of the graph
+    backup(b)       updates of k from all but b                               plain, over what is there
+    staleness(s)    the newest from every in-neighbour is of k-s or later     iteration - (k-s) + 1 (003, eq. 2)
+    hybrid(b, s)    all but b have a newest of k-s or later                   eq. 2
+
+An update of an iteration that is already averaged, or more than s before, is late: it is dropped, on arrival or when
+a later iteration is averaged. With staleness only each sender's newest is kept, since later parameters contain the
+earlier ones (003, 4.4); without, updates lie by iteration, like the paper's rotating queues (003, 6.1).
+
+An in-neighbour that came later (core/edges.py) sends from some iteration on; before that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from paceline.core.messages import Handle
+
+
+class Rules(Struct, frozen=True):
+    """How peers wait for each other. None: without."""
+
+    backup: int = 0
+    staleness: int | None = None
+    max_gap: int | None = None
+    acks: bool = False
+    skip: int | None = None
+    trigger: int = 1
+    serial: bool = False
+
+    @property
+    def slack(self) -> int:
+        """How many iterations old an update may be when it is averaged in."""
+        return self.staleness or 0
+
+    @property
+    def is_standard(self) -> bool:
+        return not self.backup and self.staleness is None
+
+
+class Average(Struct, frozen=True):
+    """What to average: updates with their weights, the peer's own weight, and what is too old for it."""
+
+    handles: tuple[Handle, ...]
+    weights: tuple[float, ...]
+    own: float
+    late: tuple[Handle, ...]
+
+
+class UpdateQueue:
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.held: dict[int, dict[int, Handle]] = {}
+        """sender -> iteration -> the update."""
+        self.newest: dict[int, int] = {}
+        """sender -> the largest iteration of an update that came from it."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.held.values()))
+
+    def add(self, handle: Handle) -> list[Handle]:
+        """Keep an update; those that need not be kept any longer. A copy of one that came is not kept again."""
+        sender, iteration = handle.source, handle.iteration
+        if iteration <= self.newest.get(sender, -1):
+            return []
+        self.newest[sender] = iteration
+        kept = self.held.setdefault(sender, {})
+        before = list(kept.values()) if self.rules.staleness is not None else []
+        if before:
+            kept.clear()
+        kept[iteration] = handle
+        return before
+
+    def forget(self, sender: int) -> list[Handle]:
+        """What came from a sender that is gone."""
+        self.newest.pop(sender, None)
+        return list(self.held.pop(sender, {}).values())
+
+    def forget_late(self, averaged: int) -> list[Handle]:
+        """What came too early for a peer that begins later."""
+        late = [handle for handle in self.handles() if self.is_late(handle, averaged)]
+        for handle in late:
+            del self.held[handle.source][handle.iteration]
+        return late
+
+    def missing(self, k: int, firsts: Mapping[int, int]) -> list[int]:
+        """The in-neighbours whose update for k is still to come. `firsts`: in-neighbour -> its first update."""
+        if self.rules.staleness is None:
+            return [j for j, first in firsts.items() if first <= k and k not in self.held.get(j, ())]
+        least = k - self.rules.staleness
+        return [j for j, first in firsts.items() if first <= least and self.newest.get(j, -1) < least]
+
+    def is_enough(self, k: int, firsts: Mapping[int, int]) -> bool:
+        """Whether iteration k may be averaged: all have come but the backups, and at least one if there are any."""
+        spared = min(self.rules.backup, max(0, len(firsts) - 1))
+        return len(self.missing(k, firsts)) <= spared
+
+    def take(self, k: int, weights: Mapping[int, float], own: int) -> Average:
+        """The average of iteration k; what it needs no more leaves the queue. `own` is the peer's rank."""
+        rules = self.rules
+        if rules.staleness is None:
+            taken = [kept[k] for kept in self.held.values() if k in kept]
+        else:
+            taken = [h for kept in self.held.values() for h in kept.values() if h.iteration >= k - rules.staleness]
+        taken.sort(key=lambda handle: handle.source)
+        chosen = set(taken)
+        late = [h for kept in self.held.values() for h in kept.values() if h.iteration <= k and h not in chosen]
+        for handle in (*taken, *late):
+            del self.held[handle.source][handle.iteration]
+        shares = self.shares(taken, k, weights, own)
+        total = sum(shares)
+        scaled = tuple(share / total for share in shares[:-1])
+        return Average(tuple(taken), scaled, 1.0 - sum(scaled), tuple(late))
+
+    def shares(self, taken: list[Handle], k: int, weights: Mapping[int, float], own: int) -> list[float]:
+        """The weights of what was taken and, last, of the peer's own parameters; not yet to the sum of 1."""
+        rules = self.rules
+        if rules.staleness is not None:
+            least = k - rules.staleness
+            return [handle.iteration - least + 1.0 for handle in taken] + [rules.staleness + 1.0]
+        if rules.backup:
+            return [1.0] * (len(taken) + 1)
+        given = [weights[handle.source] for handle in taken]
+        # Who does not send yet (it has just joined) leaves its share to the peer's own.
+        return [*given, 1.0 - sum(given)]
+
+    def is_late(self, handle: Handle, averaged: int) -> bool:
+        """Whether no average can use it, when all up to `averaged` are done."""
+        return handle.iteration < averaged + 1 - self.rules.slack
+
+    def handles(self) -> Iterable[Handle]:
+        return (handle for kept in self.held.values() for handle in kept.values())

@@ -1,0 +1,54 @@
+"""AD-PSGD: peers that average with one random neighbour at a time and never wait for an iteration (Lian et al. 2018).
+
+The rule. While a peer computes, it exchanges parameters with one neighbour drawn at random, and both take the mean;
+then it applies its gradient. Nobody looks at anybody's iteration. The asynchronous baseline of Hop (003, 2.3 and 5).
+
+What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down.
+
+What it gives up. Any bound on how far apart peers are. To be free of deadlock it wants a bipartite graph, where one
+side offers and the other answers (ring with an even number of peers, torus with even sides); on others
+everybody offers and those who are busy decline, so some iterations go without an average. Edges must go both ways.
+`core/gossip.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline import graphs
+from paceline.core.gossip import Gossip
+from paceline.core.machine import Machine
+from paceline.core.messages import Members, Role
+from paceline.core.policy import PeerPolicy
+from paceline.core.spec import option, parameter
+from paceline.core.topology import Topology, is_symmetric
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ADPSGD(PeerPolicy):
+    """Peers that average with one random neighbour at a time, without waiting for iterations."""
+
+    name: ClassVar[str] = "adpsgd"
+    paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of 003"
+
+    graph: str = parameter("ring", doc="who may average with whom: ring, torus, complete, ... or a file")
+    machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        graphs.check_name(self.graph, self.machines)
+
+    def topology(self, peers: int) -> Topology:
+        return graphs.load(self.graph, peers, self.machines)
+
+    def validate(self, members: Members) -> None:
+        if not is_symmetric(self.topology(members.workers)):
+            raise ConfigError(f"adpsgd:graph={self.graph} has edges that go one way: both ends take the mean, so name "
+                              "a graph whose edges go both ways")  # fmt: skip
+
+    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
+        if role == "peer":
+            return Gossip(rank, self.topology(members.workers), seed)
+        raise ConfigError(f"{self} has no machine for the role {role!r}: it has peers")

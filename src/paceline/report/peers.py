@@ -1,0 +1,94 @@
+"""What can be counted where there are no servers: how far apart peers were, what lay in their queues, who jumped."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from msgspec import Struct
+
+from paceline.core.actions import Apply, Compute, Drop, Reduce, Send
+from paceline.core.events import UpdateArrived
+from paceline.core.messages import Offer, Reply, Update
+from paceline.core.trace import Header, Record, Trace
+
+Process = tuple[int, int]
+
+
+class PeerCounts:
+    """Counts record by record."""
+
+    def __init__(self, header: Header) -> None:
+        self.peers = header.members.workers
+        self.nbytes = sum(header.slice_bytes)
+        self.steps = 0
+        self.late = 0
+        self.sent = 0
+        self.staleness: Counter[int] = Counter()
+
+    @property
+    def updates(self) -> int:
+        return self.steps // self.peers if self.peers else 0
+
+    def take(self, record: Record) -> None:
+        for action in record.actions:
+            if isinstance(action, Apply):
+                self.steps += 1
+            elif isinstance(action, Reduce):
+                for handle in action.handles:
+                    self.staleness[max(0, action.iteration - handle.iteration)] += 1
+            elif isinstance(action, Drop):
+                self.late += action.reason.startswith("late")
+            elif isinstance(action, Send) and isinstance(action.message, Update | Offer | Reply):
+                self.sent += action.message.handle is not None
+
+    def bytes(self) -> dict[str, int]:
+        """Parameters sent from peer to peer; nothing where there are none."""
+        return {"update": self.sent * self.nbytes} if self.sent else {}
+
+
+class Apartness(Struct):
+    """How far peers were apart in iterations, over time, and what that did."""
+
+    times_s: list[float]
+    gaps: list[int]
+    """The largest difference of iterations between any two peers, after each of `times_s`."""
+    queued: int
+    """The most updates that lay in one peer's queue."""
+    jumps: list[tuple[float, int, int, int]]
+    """(when, who, from, to)."""
+    iteration_s: dict[int, float]
+    """peer -> seconds from one iteration to the next in the mean, those it skipped counted too."""
+
+
+def apartness(trace: Trace) -> Apartness:
+    """From a trace of peers."""
+    at: dict[int, int] = {}
+    held: Counter[Process] = Counter()
+    first: dict[int, tuple[float, int]] = {}
+    last: dict[int, tuple[float, int]] = {}
+    found = Apartness([], [], 0, [], {})
+    for record in trace:
+        if record.node[0] != "peer":
+            continue
+        peer, process, now = record.node[1], (record.node[1], record.incarnation), record.event.at
+        if isinstance(record.event, UpdateArrived):
+            held[process] += 1
+        for action in record.actions:
+            if isinstance(action, Reduce):
+                held[process] -= len(action.handles)
+            elif isinstance(action, Drop) and action.handle.source != peer:
+                held[process] -= 1
+            elif isinstance(action, Compute):
+                if peer in at and action.iteration > at[peer] + 1:
+                    found.jumps.append((now, peer, at[peer], action.iteration))
+                at[peer] = action.iteration
+                first.setdefault(peer, (now, action.iteration))
+                last[peer] = (now, action.iteration)
+                found.times_s.append(now)
+                found.gaps.append(max(at.values()) - min(at.values()))
+        found.queued = max(found.queued, held[process])
+    for peer, (since_s, start) in first.items():
+        until_s, end = last[peer]
+        if end > start:
+            found.iteration_s[peer] = (until_s - since_s) / (end - start)
+    return found

@@ -1,0 +1,159 @@
+"""The judge of random runs of peers. See `paceline.testing.peers` for what is judged."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+
+from paceline.core.actions import Action, Apply, Compute, Drop, Reduce
+from paceline.core.events import Event, GradientReady, OfferArrived, ReplyArrived, TokenArrived, UpdateArrived
+from paceline.core.machine import Machine
+from paceline.core.messages import Handle, Message, Token
+from paceline.core.peer import Peer
+from paceline.core.policy import PeerPolicy
+from paceline.core.topology import distances, neighbours
+from paceline.core.words import Process, in_words, name
+from paceline.testing.story import Story
+
+Links = Mapping[tuple[Process, int], deque[Message]]
+
+
+class PeerJudge:
+    def __init__(self, policy: PeerPolicy, story: Story, links: Links) -> None:
+        self.policy = policy
+        self.story = story
+        self.links = links
+        peers = story.trace.header.members.workers
+        graph = policy.topology(peers)
+        self.distance = distances(graph)
+        self.graph = neighbours(graph, frozenset(range(peers)))
+        self.steady = True
+        """Nobody comes or goes."""
+        self.iteration: defaultdict[Process, int] = defaultdict(int)
+        self.arrived: dict[tuple[Process, Handle], int] = {}
+        """(where, what) -> 1 while it is there, 0 when it was consumed."""
+        self.held: Counter[Process] = Counter()
+        """How many are there and not consumed."""
+        self.newest: dict[tuple[Process, int], int] = {}
+        """(where, from whom) -> the newest update that came."""
+        self.ready: dict[Process, int] = {}
+        """The gradient that is not applied yet."""
+        self.averaged: defaultdict[Process, int] = defaultdict(lambda: -1)
+        self.told: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """(from whom, where) -> the iteration of the last token delivered."""
+        self.widest = 0
+        """The largest gap seen."""
+
+    def expect(self, condition: bool, rule: str, what: str) -> None:
+        self.story.expect(condition, rule, what)
+
+    def note(self, process: Process, event: Event) -> None:
+        if isinstance(event, GradientReady):
+            self.ready[process] = event.iteration
+        elif isinstance(event, TokenArrived):
+            self.told[event.token.peer, process[0]] = event.token.iteration
+        handle = None
+        if isinstance(event, UpdateArrived):
+            handle = event.update.handle
+            self.newest[process, handle.source] = handle.iteration
+        elif isinstance(event, OfferArrived):
+            handle = event.offer.handle
+        elif isinstance(event, ReplyArrived):
+            handle = event.reply.handle
+        if handle is not None:
+            self.arrived[process, handle] = self.arrived.get((process, handle), 0) + 1
+            self.held[process] += 1
+
+    def judge(self, process: Process, action: Action) -> None:
+        what = f"peer {name(process)}: {in_words(action)}"
+        match action:
+            case Compute(iteration):
+                rises = iteration > self.iteration[process] or process not in self.iteration or iteration == 0
+                self.expect(rises, "order", f"{what}, it was in {self.iteration[process]}")
+                self.expect(process not in self.ready, "order", f"{what}, its gradient is not applied")
+                self.iteration[process] = iteration
+            case Apply(handles):
+                self.expect([handle.iteration for handle in handles] == [self.ready.pop(process, None)], "order", what)
+            case Drop(handle) if handle.source != process[0]:
+                self.consume(process, handle, what)
+            case Drop():
+                self.ready.pop(process, None)
+            case Reduce(iteration, handles, weights, own):
+                for handle in handles:
+                    self.consume(process, handle, what)
+                sums = abs(own + sum(weights) - 1.0) < 1e-9 and min(own, *weights, 1.0) >= -1e-12
+                self.expect(sums, "average", f"{what}: not an average")
+                if self.steady:
+                    self.judge_average(process, action, what)
+                self.averaged[process] = iteration
+
+    def consume(self, process: Process, handle: Handle, what: str) -> None:
+        self.expect(self.arrived.get((process, handle), 0) == 1, "handles", f"{what}: not there")
+        self.arrived[process, handle] = 0
+        self.held[process] -= 1
+
+    def judge_average(self, process: Process, action: Reduce, what: str) -> None:
+        """Enough came, and what is used is fresh enough and of different in-neighbours."""
+        rules = getattr(self.policy, "rules", None)
+        if rules is None:
+            return
+        k, ins = action.iteration, self.graph.ins[process[0]]
+        senders = [handle.source for handle in action.handles]
+        self.expect(len(set(senders)) == len(senders) and set(senders) <= set(ins), "average", f"{what}: of whom?")
+        if rules.staleness is None:
+            self.expect(all(h.iteration == k for h in action.handles), "average", f"{what}: of other iterations")
+            enough = len(senders) >= len(ins) - rules.backup
+        else:
+            least = k - rules.staleness
+            self.expect(all(h.iteration >= least for h in action.handles), "average", f"{what}: too old")
+            fresh = [j for j in ins if self.newest.get((process, j), -1) >= least]
+            enough = len(fresh) >= len(ins) - rules.backup
+            shares = [h.iteration - least + 1 for h in action.handles] + [rules.staleness + 1]
+            exact = all(abs(w - s / sum(shares)) < 1e-9 for w, s in zip(action.weights, shares, strict=False))
+            self.expect(exact, "average", f"{what}: not the weights of eq. 2")
+        self.expect(enough, "average", f"{what}: not enough of {ins}")
+        if rules.is_standard:
+            given = self.graph.weights[process[0]]
+            exact = all(abs(w - given[h.source]) < 1e-9 for h, w in zip(action.handles, action.weights, strict=True))
+            self.expect(exact, "average", f"{what}: not the weights of the graph")
+        elif rules.staleness is None:
+            self.expect(
+                len({*action.weights, action.own}) == 1 or max(action.weights) - action.own < 1e-9, "average", what
+            )
+
+    def judge_all(self, moved: Process, machines: Mapping[Process, Machine]) -> None:
+        """The bounds between all peers, after one has moved."""
+        if not self.steady:
+            return
+        i, at = moved[0], self.iteration[moved]
+        max_gap = getattr(self.policy, "max_gap", None)
+        for process in machines:
+            j = process[0]
+            if j == i:
+                continue
+            ahead = at - self.iteration[process]
+            there, back = self.distance[i][j], self.distance[j][i]
+            bound = self.policy.most_ahead(there, back)
+            self.expect(ahead <= bound, "bound", f"peer {i} is {ahead} ahead of peer {j}, the bound is {bound}")
+            self.widest = max(self.widest, ahead)
+            if max_gap is not None:
+                for holder, giver in ((i, j), (j, i)):
+                    if giver in self.graph.outs[holder]:
+                        self.judge_tokens(holder, giver, machines[holder, 0], max_gap)
+        if max_gap is not None:
+            held, room = self.held[moved], (1 + max_gap) * len(self.graph.ins[i])
+            self.expect(held <= room, "capacity", f"peer {i} holds {held} updates, there is room for {room}")
+
+    def judge_tokens(self, holder: int, giver: int, machine: Machine, max_gap: int) -> None:
+        assert isinstance(machine, Peer)
+        if not machine.edges.view.number:
+            return
+        sent = [message.iteration for message in self.links[(giver, 0), holder] if isinstance(message, Token)]
+        in_hand = machine.tokens(giver)
+        # A token names an iteration, and is worth those since the one before it on its link.
+        in_flight = sent[-1] - self.told[giver, holder] if sent else 0
+        owed = self.iteration[giver, 0] - self.iteration[holder, 0] + max_gap
+        said = f"peer {holder} has {in_hand} tokens of {giver} and {in_flight} in flight, not {owed}"
+        self.expect(in_hand + in_flight == owed and in_hand >= 0 and in_flight >= 0, "tokens", said)
+        most = max_gap * (self.distance[giver][holder] + 1)
+        self.expect(in_hand <= most, "tokens", f"peer {holder} has {in_hand} tokens of {giver}, more than {most}")
