@@ -19,7 +19,7 @@ from paceline.commands.bench_simulator import BenchSimulator
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.reproduce import Reproduce
-from paceline.commands.run import Report, Resume, Run
+from paceline.commands.run import Report, Resume, Run, Servers
 from paceline.errors import ConfigError, PacelineError
 
 COMMANDS: dict[str, Any] = {
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Any] = {
     "simulate": Simulate,
     "run": Run,
     "resume": Resume,
+    "servers": Servers,
     "report": Report,
     "reproduce": Reproduce,
     "bench exchange": BenchExchange,

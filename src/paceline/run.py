@@ -33,6 +33,24 @@ class Point(NamedTuple):
     accuracy: float | None
 
 
+class ServerChange(NamedTuple):
+    """The number of servers changed: when, from and to how many, what share of the parameters moved from one server
+    to another, and for how long, from asking the first worker to stand still until all were let go."""
+
+    at_s: float
+    before: int
+    after: int
+    moved_share: float
+    held_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.after} server{'s' * (self.after > 1)} instead of {self.before}: "
+            f"{self.moved_share:.1%} of the parameters moved, "
+            f"training was held for {self.held_s:.3f} s"
+        )
+
+
 @dataclass(frozen=True)
 class Target:
     """When a run has learned enough: accuracy at least, or loss at most, `value`."""
@@ -87,6 +105,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
+    server_changes: list[ServerChange] = field(default_factory=list)
+    """Live: how the number of servers has changed."""
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -135,6 +155,7 @@ class Run:
             "bytes": metrics.bytes,
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+            **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 

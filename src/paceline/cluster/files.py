@@ -19,6 +19,10 @@ are told.
     worker = 2
     at_s = 3.0                       # or at_iteration = 40
 
+    [[servers]]                      # another number of servers, in a live run
+    count = 3
+    at_s = 5.0                       # or at_iteration = 100
+
 docs/scenarios.md has every key. A short name means one of paceline's own files (`scenarios/`), whose top-level keys
 may be changed as in `noisy-neighbours:compute_s=0.02`.
 """
@@ -37,13 +41,13 @@ import msgspec
 from msgspec import Struct
 
 from paceline.cluster import happenings
-from paceline.cluster.happenings import Fault, Link
+from paceline.cluster.happenings import Fault, Link, Resize
 from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
 from paceline.core import spec
 from paceline.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "scenarios"
-TABLES = ("slowdown", "link", "fault")
+TABLES = ("slowdown", "link", "fault", "servers")
 
 
 class When(Struct, frozen=True):
@@ -101,6 +105,7 @@ def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
     return dataclasses.replace(
         model,
         faults=tuple(happenings.read(Fault, each, f"[[fault]] {n}") for n, each in enumerate(lists["fault"], 1)),
+        resizes=tuple(happenings.read(Resize, each, f"[[servers]] {n}") for n, each in enumerate(lists["servers"], 1)),
         links=tuple(happenings.read(Link, each, f"[[link]] {n}") for n, each in enumerate(lists["link"], 1)),
         also=tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1)),
     )
@@ -114,13 +119,14 @@ def to_table(cluster: Cluster) -> dict[str, Any]:
         if value is not None:
             table[field.name] = list(value) if isinstance(value, tuple) else value
     table["fault"] = [msgspec.to_builtins(fault) for fault in cluster.faults]
+    table["servers"] = [msgspec.to_builtins(resize) for resize in cluster.resizes]
     table["link"] = [msgspec.to_builtins(link) for link in cluster.links]
     table["slowdown"] = []
     for slowdown in cluster.also:
         when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
         model = {key: value for key, value in to_table(slowdown.model).items() if key not in TABLES}
         table["slowdown"].append({**model, **msgspec.to_builtins(when)})
-    for each in table["fault"] + table["link"] + table["slowdown"]:
+    for each in table["fault"] + table["servers"] + table["link"] + table["slowdown"]:
         for key in [key for key, value in each.items() if value is None or value == math.inf]:
             del each[key]
     return table

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.cluster.happenings import Fault, Link, check_fault, check_workers
+from paceline.cluster.happenings import Fault, Link, Resize, check_fault, check_resize, check_workers
 from paceline.cluster.recorded import durations_in
 from paceline.core.spec import Spec, parameter
 from paceline.errors import ConfigError
@@ -43,6 +43,8 @@ class Cluster(Spec):
         0.0, low=0, doc="seconds the scheduler needs for a message, where a policy has one (virtual)"
     )
     faults: tuple[Fault, ...] = dataclasses.field(default=(), kw_only=True)
+    resizes: tuple[Resize, ...] = dataclasses.field(default=(), kw_only=True)
+    """How the number of servers changes (live)."""
     links: tuple[Link, ...] = dataclasses.field(default=(), kw_only=True)
     """Workers whose own connection is worse than the servers'."""
     also: tuple[Slowdown, ...] = dataclasses.field(default=(), kw_only=True)
@@ -80,6 +82,8 @@ class Cluster(Spec):
         """Raise `ConfigError` if a fault, a link or a slowdown names a worker that cannot be."""
         for fault in self.faults:
             check_fault(fault, workers)
+        for resize in self.resizes:
+            check_resize(resize)
         for link in self.links:
             check_workers("link", link.workers, workers)
         for slowdown in self.also:

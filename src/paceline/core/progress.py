@@ -56,6 +56,11 @@ class Progress:
             self.promise(worker, iteration)
         self._advance(worker, iteration + 1)
 
+    def stand(self, worker: int, at: int) -> None:
+        """The worker has pushed everything before `at`, here or where its shard learned of it."""
+        if worker in self.next:
+            self._advance(worker, at)
+
     def promise(self, worker: int, to: int) -> None:
         """The worker will push nothing below `to` any more: next = max(next, to)."""
         if to <= self.next[worker]:

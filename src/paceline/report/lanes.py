@@ -18,7 +18,7 @@ from typing import Literal
 from msgspec import Struct
 
 from paceline.core.actions import Answer, Compute, Park, Send, SetTimer
-from paceline.core.events import GradientReady, RiseArrived, TimerFired, ViewChanged
+from paceline.core.events import GradientReady, RiseArrived, ServersChanged, TimerFired, ViewChanged
 from paceline.core.messages import Release, View
 from paceline.core.trace import Record, Trace
 
@@ -169,6 +169,9 @@ class Lanes:
                 lane.finish_compute(at)
             elif type(event) is TimerFired:
                 lane.answer(at, NOBODY, NOBODY)
+            elif type(event) is ServersChanged and lane.computing:
+                lane.add("compute", event.since)
+                lane.add("wait", at, "the number of servers changes")
             for action in record.actions:
                 if type(action) is Compute:
                     lane.start_compute(at, action.iteration)

@@ -16,7 +16,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from paceline.core.actions import Answer, Apply, Drop, Park
-from paceline.core.events import GradientReady, PushArrived, PushRejected, ViewChanged
+from paceline.core.events import GradientReady, PushArrived, PushRejected, ServersChanged, ViewChanged
 from paceline.core.messages import Handle
 from paceline.core.trace import Record, Trace
 from paceline.report.lanes import Lanes, Span, spans
@@ -98,6 +98,8 @@ class Counts:
         event = record.event
         if type(event) is PushArrived or type(event) is PushRejected:
             self.pushed_bytes += event.push.handle.nbytes
+        elif type(event) is ServersChanged:
+            self.slice_bytes = event.nbytes
         elif type(event) is ViewChanged and event.view.number > self.views.get(shard, NO_VIEW)[0]:
             self.views[shard] = (event.view.number, frozenset(event.view.members))
         for action in record.actions:

@@ -81,7 +81,10 @@ def _split(ranges: Sequence[Range], count: int) -> tuple[list[Range], list[Range
 
 
 def _reassign_whole(layout: Layout, before: Assignment, servers: int) -> Assignment:
-    """Whole tensors move: from removed servers to the lightest, to new ones from the heaviest while that helps."""
+    """Whole tensors move: from removed servers to the lightest, to new ones from the heaviest while that helps.
+
+    First such that fit below the mean, the largest of them: what is left on the heaviest need not move.
+    """
     layout.slices(servers)  # refuses more servers than tensors
     starts = list(accumulate((numel for _, numel in layout.units()), initial=0))
     units = [(start, stop) for start, stop in pairwise(starts) if start < stop]
@@ -93,12 +96,13 @@ def _reassign_whole(layout: Layout, before: Assignment, servers: int) -> Assignm
     while new:
         heaviest, lightest = max(staying, key=size), min(new, key=size)
         helping = [unit for unit in heaviest if size(lightest) + _length(unit) < size(heaviest)]
+        fitting = [unit for unit in helping if (size(lightest) + _length(unit)) * servers <= layout.numel]
         if not helping and not lightest:  # nobody is left without any
             heaviest = max(staying, key=len)
-            helping = [min(heaviest, key=_length)]
+            helping = heaviest
         if not helping:
             break
-        unit = max(helping, key=_length)
+        unit = max(fitting, key=_length) if fitting else min(helping, key=_length)
         heaviest.remove(unit)
         lightest.append(unit)
     return tuple(tidy(part) for part in parts[:servers])

@@ -238,6 +238,11 @@ class SliceOptimizer:
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in self.parts]
         self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
+    def close(self) -> None:
+        """This slice is stepped no more: let the threads go."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False)
+
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The pieces of a vector as long as the slice, as views."""
         return [flat[piece.offset : piece.offset + piece.length] for piece in self.pieces]

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from msgspec import structs
+
 from paceline.core.actions import Park, Send
-from paceline.core.events import PullArrived, RiseArrived, ViewChanged
+from paceline.core.events import PullArrived, RiseArrived, ServersChanged, ViewChanged
 from paceline.core.messages import Release, View
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
@@ -49,6 +51,9 @@ class Scheduling(SchedulerCarrier):
 
     def announce(self, view: View) -> None:
         self.seat.tell(ViewChanged(self.now(), view))
+
+    def change_servers(self, event: ServersChanged) -> None:
+        self.seat.tell(structs.replace(event, at=self.now()))
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason

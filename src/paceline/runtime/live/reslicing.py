@@ -1,0 +1,276 @@
+"""Another number of servers while a run goes on: the driver's side (docs/sharding.md, docs/decisions/0015).
+
+    holding    every worker stops before its next push; those that others wait for are let go on, one iteration at a
+               time, until nobody waits and no gradient is held on any shard
+    giving     servers write what others are to have into the run's folder; nothing has changed yet
+    taking     new servers are started, each takes its part; removed ones end; then the workers go on
+
+A worker that dies at any point leaves the view, and everything goes on without it. If a server dies before
+all have given, the change is given up, the server restarted as ever, and then it is begun again; if it dies
+later it is restarted from the last checkpoint as one of the new servers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Literal
+
+from paceline.core.events import ServersChanged
+from paceline.core.messages import Members
+from paceline.errors import ConfigError
+from paceline.run import ServerChange
+from paceline.runtime.live import moving, wire
+from paceline.tensors.assignment import Assignment, moved, reassign, size
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import Driver
+
+Phase = Literal["", "holding", "giving", "taking"]
+
+
+class Reslicing:
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.phase: Phase = ""
+        self.wanted: int | None = None
+        """How many servers there are to be, if that is not how many there are."""
+        self.askers: list[str] = []
+        """Who is to be told what came of it."""
+        self.entries_done: set[int] = set()
+        """Entries of the scenario that were asked for."""
+        self.number = 0
+        """Of this change."""
+        self.began_s = 0.0
+        self.held: dict[tuple[int, int], int] = {}
+        """(rank, incarnation) of the workers that stand still, and the iteration they would push."""
+        self.standing: dict[int, wire.Standing] = {}
+        """How everybody stands on each shard."""
+        self.given: set[int] = set()
+        self.order: wire.Give | None = None
+        self.last: ServersChanged | None = None
+        """The newest change that was made, for workers that join."""
+        self.new: set[int] = set()
+        """Servers that are to start with what others gave, not from a checkpoint."""
+
+    @property
+    def under_way(self) -> bool:
+        return self.phase != ""
+
+    # What is asked for.
+
+    def want(self, message: wire.Want) -> None:
+        if message.entry is not None:
+            if message.entry in self.entries_done:
+                return
+            self.entries_done.add(message.entry)
+        refusal = self.refusal(message.servers)
+        if refusal:
+            self._tell(message.peer, refusal, refused=True)
+            if not message.peer:
+                self.driver.say(f"the number of servers stays {self.driver.servers.count}: {refusal}")
+            return
+        if message.servers == self.driver.servers.count and self.wanted is None:
+            self._tell(message.peer, f"there are {message.servers} servers already", refused=False)
+            return
+        self.wanted = message.servers
+        if message.peer:
+            self.askers.append(message.peer)
+
+    def refusal(self, servers: int) -> str:
+        """Why there cannot be so many servers in this run; "" if there can."""
+        driver = self.driver
+        if not driver.begun or driver.stopping or driver.asked_to_finish:
+            return "the run is ending" if driver.begun else "the run has not begun"
+        assert driver.policy is not None
+        try:
+            self._reassigned(servers)
+            driver.policy.validate(Members(driver.members.workers, servers))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def _reassigned(self, servers: int) -> Assignment:
+        lead = self.driver.lead
+        assert lead is not None
+        assert lead.layout is not None
+        return reassign(lead.layout, self.driver.servers.assignment, servers)
+
+    def _tell(self, peer: str, text: str, refused: bool) -> None:
+        if peer:
+            self.driver.listener.send(peer.encode(), wire.encode(wire.Outcome(text, refused)))
+
+    # How it is done.
+
+    def tick(self) -> None:
+        driver = self.driver
+        if self.phase in ("holding", "giving") and (driver.stopping or not driver.authority.members):
+            self.give_up("the run is ending")
+            self.wanted = None
+        if self.under_way:
+            now = time.monotonic()  # whoever stands still because it was told to is not stuck
+            driver.watchman.moved_s.update((rank, now) for rank, _ in self.held)
+        if self.phase == "taking" and driver.servers.all_configured:
+            self._done()
+        keeping = driver.keeper is not None and driver.keeper.under_way is not None
+        ready = driver.begun and not driver.asked_to_finish and not driver.stopping and driver.servers.all_configured
+        if self.wanted is not None and not self.under_way and ready and not keeping:
+            self._begin()
+
+    def _begin(self) -> None:
+        driver = self.driver
+        if self.wanted == driver.servers.count:
+            self._end(f"there are {self.wanted} servers")
+            return
+        self.phase = "holding"
+        self.number += 1
+        self.began_s = time.monotonic()
+        self.held.clear()
+        self.standing.clear()
+        self.given.clear()
+        driver.servers.tell_all(wire.Survey(on=True))
+        for rank, incarnation in driver.authority.members.items():
+            driver.tell_worker(rank, incarnation, wire.Hold(0))
+
+    def take_held(self, message: wire.Held) -> None:
+        self.held[message.rank, message.incarnation] = message.iteration
+        self.consider()
+
+    def take_standing(self, message: wire.Standing) -> None:
+        self.standing[message.shard] = message
+        self.consider()
+
+    def consider(self) -> None:
+        """Something has changed while everybody is to stand still: is anything under way, and who must go on?"""
+        driver = self.driver
+        members = driver.authority.members.items()
+        if self.phase != "holding" or len(self.standing) < driver.servers.count or not members:
+            return
+        shards = self.standing.values()
+        waiting = {worker for shard in shards for worker in shard.waiting}
+        if driver.scheduling is not None:
+            waiting |= driver.scheduling.waits.keys()
+        if any(member not in self.held and member[0] not in waiting for member in members):
+            return
+        if any(shard.view != driver.authority.number for shard in shards):
+            return  # it has not heard yet who is there
+        still = all(member in self.held for member in members)
+        seen = all(
+            shard.next.get(rank, 0) >= self.held.get((rank, incarnation), 0)
+            for shard in shards
+            for rank, incarnation in members
+        )
+        if still and seen and not any(shard.waiting or shard.holds for shard in shards):
+            self._order_to_give()
+        elif still and not seen:
+            return  # a shard has not told yet of what it has answered
+        else:
+            slowest = min((self.held[member] for member in members if member in self.held), default=None)
+            if slowest is None:
+                return  # all wait for what is on its way to them
+            for member in members:
+                if self.held.get(member) == slowest:
+                    del self.held[member]
+                    driver.tell_worker(*member, wire.Hold(slowest + 1))
+
+    def _order_to_give(self) -> None:
+        assert self.wanted is not None
+        self.phase = "giving"
+        self.order = wire.Give(self.number, self.driver.servers.assignment, self._reassigned(self.wanted))
+        self.driver.servers.tell_all(self.order)
+
+    def take_gave(self, message: wire.Gave) -> None:
+        if self.phase != "giving" or message.number != self.number:
+            return
+        if message.error:
+            why = f"server {message.shard} cannot give its part away: {message.error}"
+            self.give_up(why)
+            self.wanted = None
+            self._answer(why, refused=True)
+            return
+        self.given.add(message.shard)
+        if len(self.given) == self.driver.servers.count:
+            self._switch()
+
+    def _switch(self) -> None:
+        """Everything that moves lies in the run's folder: from here on there are the new servers."""
+        driver, order = self.driver, self.order
+        assert order is not None
+        self.phase = "taking"
+        layout = driver.lead.layout if driver.lead is not None else None
+        assert layout is not None
+        shards = [self.standing[shard] for shard in sorted(self.standing)]
+        least = {
+            rank: min(shard.next[rank] for shard in shards if rank in shard.next)
+            for rank in sorted({rank for shard in shards for rank in shard.next})
+        }
+        now = time.monotonic() - driver.epoch_s
+        self.last = ServersChanged(
+            now,
+            now,
+            tuple(size(part) * layout.itemsize for part in order.after),
+            tuple(shard.version for shard in shards),
+            driver.authority.view(),
+            min(shard.V for shard in shards),
+            tuple(least.items()),
+        )
+        hyper = shards[0].hyper
+        if hyper is not None:
+            driver.watchman.hyper = hyper
+        if driver.scheduling is not None:
+            driver.scheduling.change_servers(self.last)
+        self.new = set(range(len(order.before), len(order.after)))
+        driver.servers.change(order.after, wire.Reslice(order, self.last))
+
+    def reslice_for(self, shard: int) -> wire.Reslice | None:
+        """What a server that starts now is to start with, if it is a new one."""
+        if shard not in self.new or self.order is None or self.last is None:
+            return None
+        return wire.Reslice(self.order, self.last)
+
+    def _done(self) -> None:
+        """All servers have their parts: the workers go on."""
+        driver, order = self.driver, self.order
+        assert order is not None
+        assert self.last is not None
+        resliced = wire.Resliced(order.after, driver.servers.lives_now, self.last)
+        for rank, incarnation in driver.authority.members.items():
+            driver.tell_worker(rank, incarnation, resliced)
+        held_s = time.monotonic() - self.began_s
+        self.phase = ""
+        self.new.clear()
+        moving.clear(driver.folder.path, self.number)
+        total = sum(size(part) for part in order.after)
+        change = ServerChange(
+            self.last.at, len(order.before), len(order.after), moved(order.before, order.after) / max(total, 1), held_s
+        )
+        driver.changes.append(change)
+        driver.say(str(change))
+        if self.wanted == len(order.after):
+            self._end(str(change))
+        driver.admission.admit_waiting()
+        if driver.keeper is not None and not driver.asked_to_finish:
+            driver.keeper.begin()
+
+    def _end(self, text: str) -> None:
+        self.wanted = None
+        self._answer(text, refused=False)
+
+    def _answer(self, text: str, refused: bool) -> None:
+        for peer in self.askers:
+            self._tell(peer, text, refused)
+        self.askers.clear()
+
+    def server_died(self, name: str) -> None:
+        """Before all have given nothing has changed yet: go on as before, and begin again when it is back."""
+        if self.phase in ("holding", "giving"):
+            self.give_up(f"{name} died; it is begun again when that is back")
+
+    def give_up(self, why: str) -> None:
+        driver = self.driver
+        self.phase = ""
+        driver.say(f"the change to {self.wanted} servers is given up: {why}")
+        moving.clear(driver.folder.path, self.number)
+        driver.servers.tell_all(wire.Survey(on=False))
+        for rank, incarnation in driver.authority.members.items():
+            driver.tell_worker(rank, incarnation, wire.Hold(None))
+        driver.admission.admit_waiting()
