@@ -32,10 +32,8 @@ class Reslicing:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.phase: Phase = ""
-        self.wanted: int | None = None
-        """How many servers there are to be, if that is not how many there are."""
-        self.askers: list[str] = []
-        """Who is to be told what came of it."""
+        self.queue: list[wire.Want] = []
+        """What was asked for, one after the other; the first is what is being done."""
         self.entries_done: set[int] = set()
         """Entries of the scenario that were asked for."""
         self.number = 0
@@ -69,12 +67,7 @@ class Reslicing:
             if not message.peer:
                 self.driver.say(f"the number of servers stays {self.driver.servers.count}: {refusal}")
             return
-        if message.servers == self.driver.servers.count and self.wanted is None:
-            self._tell(message.peer, f"there are {message.servers} servers already", refused=False)
-            return
-        self.wanted = message.servers
-        if message.peer:
-            self.askers.append(message.peer)
+        self.queue.append(message)
 
     def refusal(self, servers: int) -> str:
         """Why there cannot be so many servers in this run; "" if there can."""
@@ -105,7 +98,7 @@ class Reslicing:
         driver = self.driver
         if self.phase in ("holding", "giving") and (driver.stopping or not driver.authority.members):
             self.give_up("the run is ending")
-            self.wanted = None
+            self._answer("the run is ending", refused=True)
         if self.under_way:
             now = time.monotonic()  # whoever stands still because it was told to is not stuck
             driver.watchman.moved_s.update((rank, now) for rank, _ in self.held)
@@ -113,13 +106,13 @@ class Reslicing:
             self._done()
         keeping = driver.keeper is not None and driver.keeper.under_way is not None
         ready = driver.begun and not driver.asked_to_finish and not driver.stopping and driver.servers.all_configured
-        if self.wanted is not None and not self.under_way and ready and not keeping:
+        if self.queue and not self.under_way and ready and not keeping:
             self._begin()
 
     def _begin(self) -> None:
         driver = self.driver
-        if self.wanted == driver.servers.count:
-            self._end(f"there are {self.wanted} servers")
+        if self.queue[0].servers == driver.servers.count:
+            self._answer(f"there are {driver.servers.count} servers already", refused=False)
             return
         self.phase = "holding"
         self.number += 1
@@ -127,17 +120,19 @@ class Reslicing:
         self.held.clear()
         self.standing.clear()
         self.given.clear()
-        driver.servers.tell_all(wire.Survey(on=True))
+        driver.servers.tell_all(wire.Survey(self.number))
         for rank, incarnation in driver.authority.members.items():
-            driver.tell_worker(rank, incarnation, wire.Hold(0))
+            driver.tell_worker(rank, incarnation, wire.Hold(self.number, 0))
 
     def take_held(self, message: wire.Held) -> None:
-        self.held[message.rank, message.incarnation] = message.iteration
-        self.consider()
+        if message.change == self.number:
+            self.held[message.rank, message.incarnation] = message.iteration
+            self.consider()
 
     def take_standing(self, message: wire.Standing) -> None:
-        self.standing[message.shard] = message
-        self.consider()
+        if message.change == self.number:
+            self.standing[message.shard] = message
+            self.consider()
 
     def consider(self) -> None:
         """Something has changed while everybody is to stand still: is anything under way, and who must go on?"""
@@ -170,12 +165,11 @@ class Reslicing:
             for member in members:
                 if self.held.get(member) == slowest:
                     del self.held[member]
-                    driver.tell_worker(*member, wire.Hold(slowest + 1))
+                    driver.tell_worker(*member, wire.Hold(self.number, slowest + 1))
 
     def _order_to_give(self) -> None:
-        assert self.wanted is not None
         self.phase = "giving"
-        self.order = wire.Give(self.number, self.driver.servers.assignment, self._reassigned(self.wanted))
+        self.order = wire.Give(self.number, self.driver.servers.assignment, self._reassigned(self.queue[0].servers))
         self.driver.servers.tell_all(self.order)
 
     def take_gave(self, message: wire.Gave) -> None:
@@ -184,7 +178,6 @@ class Reslicing:
         if message.error:
             why = f"server {message.shard} cannot give its part away: {message.error}"
             self.give_up(why)
-            self.wanted = None
             self._answer(why, refused=True)
             return
         self.given.add(message.shard)
@@ -245,20 +238,14 @@ class Reslicing:
         )
         driver.changes.append(change)
         driver.say(str(change))
-        if self.wanted == len(order.after):
-            self._end(str(change))
+        self._answer(str(change), refused=False)
         driver.admission.admit_waiting()
         if driver.keeper is not None and not driver.asked_to_finish:
             driver.keeper.begin()
 
-    def _end(self, text: str) -> None:
-        self.wanted = None
-        self._answer(text, refused=False)
-
     def _answer(self, text: str, refused: bool) -> None:
-        for peer in self.askers:
-            self._tell(peer, text, refused)
-        self.askers.clear()
+        """What was being done is over: tell who asked for it."""
+        self._tell(self.queue.pop(0).peer, text, refused)
 
     def server_died(self, name: str) -> None:
         """Before all have given nothing has changed yet: go on as before, and begin again when it is back."""
@@ -268,9 +255,9 @@ class Reslicing:
     def give_up(self, why: str) -> None:
         driver = self.driver
         self.phase = ""
-        driver.say(f"the change to {self.wanted} servers is given up: {why}")
+        driver.say(f"the change to {self.queue[0].servers} servers is given up: {why}")
         moving.clear(driver.folder.path, self.number)
-        driver.servers.tell_all(wire.Survey(on=False))
+        driver.servers.tell_all(wire.Survey(None))
         for rank, incarnation in driver.authority.members.items():
-            driver.tell_worker(rank, incarnation, wire.Hold(None))
+            driver.tell_worker(rank, incarnation, wire.Hold(self.number, None))
         driver.admission.admit_waiting()

@@ -78,8 +78,8 @@ class LiveServer(ServerCarrier):
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
         self.surveyed: wire.Standing | None = None
-        """What the driver was told last of how everybody stands, and whether it wants to know."""
-        self.surveying = False
+        """What the driver was told last of how everybody stands, and for which change it wants to know."""
+        self.surveying: int | None = None
         self.seat: Seat
         self.machine: Shard
 
@@ -127,8 +127,8 @@ class LiveServer(ServerCarrier):
                 self.adopt_hyper()
             case wire.Checkpoint():
                 self.save(Path(order.folder))
-            case wire.Survey(on):
-                self.surveying, self.surveyed = on, None
+            case wire.Survey(change):
+                self.surveying, self.surveyed = change, None
             case wire.Give():
                 self.give(order)
             case wire.Reslice():
@@ -197,18 +197,18 @@ class LiveServer(ServerCarrier):
         self.segments.clear()
         self.optimizer.close()
         self.hold(values, learned)
-        self.surveying = False
+        self.surveying = None
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
 
     def tell_standing(self) -> None:
         """Tell the driver, while it wants to know, how everybody stands here."""
-        if not self.surveying:
+        if self.surveying is None:
             return
         machine, progress = self.machine, self.machine.progress
         standing = wire.Standing(
-            self.shard, machine.view.number, progress.V, machine.version, dict(progress.next), tuple(machine.waiting),
-            bool(machine.held), self.hyper,
+            self.surveying, self.shard, machine.view.number, progress.V, machine.version, dict(progress.next),
+            tuple(machine.waiting), bool(machine.held), self.hyper,
         )  # fmt: skip
         if standing != self.surveyed:
             self.surveyed = standing

@@ -120,14 +120,19 @@ class Reopened(Struct, frozen=True, tag=True):
 
 
 class Hold(Struct, frozen=True, tag=True):
-    """Do not push this iteration or any later one, and say so when it comes to that; None: go on."""
+    """Do not push this iteration or any later one, and say so when it comes to that; None: go on.
 
+    `change` counts the changes of servers begun in the run, so that what was said of one is not taken for another.
+    """
+
+    change: int
     at: int | None
 
 
 class Held(Struct, frozen=True, tag=True):
     """This worker has all its parameters, and does not push iteration `iteration` until it is told."""
 
+    change: int
     rank: int
     incarnation: int
     iteration: int
@@ -142,14 +147,15 @@ class Resliced(Struct, frozen=True, tag=True):
 
 
 class Survey(Struct, frozen=True, tag=True):
-    """Tell how everybody stands on this shard, now and whenever that has changed; or no more."""
+    """Tell how everybody stands on this shard, now and whenever that has changed; None: no more."""
 
-    on: bool
+    change: int | None
 
 
 class Standing(Struct, frozen=True, tag=True):
     """How everybody stands on a shard: under which view, who waits, whether gradients wait for others."""
 
+    change: int
     shard: int
     view: int
     V: int

@@ -79,8 +79,10 @@ class LiveWorker(WorkerCarrier):
         """The gradient in it."""
         self.sent_hyper: tuple[Hyper, ...] | None = None
         self.hold_at: int | None = None
-        """The first iteration that must not be pushed, if the driver has said so, whether it knows of that, since when."""
+        """The first iteration that must not be pushed, if the driver has said so, servers being about to change."""
+        self.change = 0
         self.said_held = False
+        """Whether the driver knows that this worker stands still, and since when it does."""
         self.held_since = 0.0
         self.hindrance = Hindrance(self.config, rank, incarnation)
         self.pid = os.getpid()
@@ -178,7 +180,8 @@ class LiveWorker(WorkerCarrier):
             if not self.said_held:
                 self.said_held = True
                 self.held_since = self.now()
-                self.driver.send(wire.encode(wire.Held(self.rank, self.incarnation, self.machine.iteration)))
+                held = wire.Held(self.change, self.rank, self.incarnation, self.machine.iteration)
+                self.driver.send(wire.encode(held))
             self.await_driver()
             self.trace.flush()
             if self.stopping:
@@ -306,8 +309,8 @@ class LiveWorker(WorkerCarrier):
                     link.path = path
                     link.reopen()
                     self.say_again(shard)
-            case wire.Hold(at):
-                self.hold_at = at
+            case wire.Hold(change, at):
+                self.change, self.hold_at = change, at
                 self.said_held = False
             case wire.Resliced():
                 self.reslice(message)
