@@ -34,14 +34,18 @@ class Point(NamedTuple):
 
 
 class ServerChange(NamedTuple):
-    """The number of servers changed: when, from and to how many, what share of the parameters moved from one server
-    to another, and for how long, from asking the first worker to stand still until all were let go."""
+    """The number of servers changed: when, from and to how many, what share of the parameters moved.
+
+    `held_s` is from telling the workers to stand still until they are told to go on, `moving_s` the last part of it,
+    in which nobody computes.
+    """
 
     at_s: float
     before: int
     after: int
     moved_share: float
     held_s: float
+    moving_s: float
 
     def __str__(self) -> str:
         return (

@@ -38,7 +38,7 @@ class Reslicing:
         """Entries of the scenario that were asked for."""
         self.number = 0
         """Of this change."""
-        self.began_s = 0.0
+        self.began_s = self.still_s = 0.0
         self.held: dict[tuple[int, int], int] = {}
         """(rank, incarnation) of the workers that stand still, and the iteration they would push."""
         self.standing: dict[int, wire.Standing] = {}
@@ -169,6 +169,7 @@ class Reslicing:
 
     def _order_to_give(self) -> None:
         self.phase = "giving"
+        self.still_s = time.monotonic()
         self.order = wire.Give(self.number, self.driver.servers.assignment, self._reassigned(self.queue[0].servers))
         self.driver.servers.tell_all(self.order)
 
@@ -228,13 +229,14 @@ class Reslicing:
         resliced = wire.Resliced(order.after, driver.servers.lives_now, self.last)
         for rank, incarnation in driver.authority.members.items():
             driver.tell_worker(rank, incarnation, resliced)
-        held_s = time.monotonic() - self.began_s
+        now = time.monotonic()
         self.phase = ""
         self.new.clear()
         moving.clear(driver.folder.path, self.number)
         total = sum(size(part) for part in order.after)
+        share = moved(order.before, order.after) / max(total, 1)
         change = ServerChange(
-            self.last.at, len(order.before), len(order.after), moved(order.before, order.after) / max(total, 1), held_s
+            self.last.at, len(order.before), len(order.after), share, now - self.began_s, now - self.still_s
         )
         driver.changes.append(change)
         driver.say(str(change))
