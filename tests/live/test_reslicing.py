@@ -173,16 +173,33 @@ def test_schedulers_and_overlap_go_on_as_before() -> None:
 
 @pytest.mark.parametrize("step", ["take_held", "_switch", "_done"])
 def test_a_worker_killed_during_the_change_holds_nobody_up_and_may_come_back(step: str) -> None:
-    driver, said = driver_of("bsp", [2, 3], care=Care(restarts=1, timeout_s=60))
+    driver, said = driver_of("bsp", [2, 3], iterations=250, care=Care(restarts=1, timeout_s=60))
     before(driver, step, lambda: next(child for child in driver.live_workers() if child.rank == 1).kill())
     run = driver.run()
     check(run, [2, 3])
     assert any("worker 1 was killed by SIGKILL; starting it again" in line for line in said)
     lasts = last_iterations(run)
-    assert lasts[0, 0] == lasts[2, 0] == 59
+    assert lasts[0, 0] == lasts[2, 0] == lasts[1, 1] == 249
     whole = {gradient: nbytes for gradient, nbytes in used(run, Apply).items() if gradient[:2] != (1, 0)}
     assert set(whole.values()) == {DIGITS_BYTES}
     assert max(used(run, Apply).values()) == DIGITS_BYTES, "half of what it sent last may have come"
+
+
+def test_a_worker_that_comes_during_the_change_is_let_in_afterwards() -> None:
+    driver, said = driver_of("bsp", [2, 3], iterations=250)
+
+    def join() -> None:
+        driver.start_worker(3)
+        while (3, 0) not in driver.admission.described:
+            driver.waiter.wait(0.01)
+            driver.hear_all()
+
+    before(driver, "_order_to_give", join)
+    run = driver.run()
+    check(run, [2, 3])
+    assert said.index("worker 3 joined") == 1, "after the line about the servers"
+    assert last_iterations(run)[3, 0] == 249
+    assert set(used(run, Apply).values()) == {DIGITS_BYTES}
 
 
 def test_a_gradient_of_a_worker_that_died_counts_before_anything_moves() -> None:

@@ -57,27 +57,19 @@ class Reslicing:
     # What is asked for.
 
     def want(self, message: wire.Want) -> None:
+        """Somebody asks; it is looked at when everything asked for before is done, and not before the run begins."""
+        if message.entry is None or message.entry not in self.entries_done:
+            self.queue.append(message)
         if message.entry is not None:
-            if message.entry in self.entries_done:
-                return
             self.entries_done.add(message.entry)
-        refusal = self.refusal(message.servers)
-        if refusal:
-            self._tell(message.peer, refusal, refused=True)
-            if not message.peer:
-                self.driver.say(f"the number of servers stays {self.driver.servers.count}: {refusal}")
-            return
-        self.queue.append(message)
 
     def refusal(self, servers: int) -> str:
         """Why there cannot be so many servers in this run; "" if there can."""
-        driver = self.driver
-        if not driver.begun or driver.stopping or driver.asked_to_finish:
-            return "the run is ending" if driver.begun else "the run has not begun"
-        assert driver.policy is not None
+        policy = self.driver.policy
+        assert policy is not None
         try:
             self._reassigned(servers)
-            driver.policy.validate(Members(driver.members.workers, servers))
+            policy.validate(Members(self.driver.members.workers, servers))
         except ConfigError as error:
             return str(error)
         return ""
@@ -87,10 +79,6 @@ class Reslicing:
         assert lead is not None
         assert lead.layout is not None
         return reassign(lead.layout, self.driver.servers.assignment, servers)
-
-    def _tell(self, peer: str, text: str, refused: bool) -> None:
-        if peer:
-            self.driver.listener.send(peer.encode(), wire.encode(wire.Outcome(text, refused)))
 
     # How it is done.
 
@@ -111,7 +99,12 @@ class Reslicing:
 
     def _begin(self) -> None:
         driver = self.driver
-        if self.queue[0].servers == driver.servers.count:
+        wanted = self.queue[0].servers
+        if refusal := self.refusal(wanted):
+            driver.say(f"the number of servers stays {driver.servers.count}: {refusal}")
+            self._answer(refusal, refused=True)
+            return
+        if wanted == driver.servers.count:
             self._answer(f"there are {driver.servers.count} servers already", refused=False)
             return
         self.phase = "holding"
@@ -247,7 +240,9 @@ class Reslicing:
 
     def _answer(self, text: str, refused: bool) -> None:
         """What was being done is over: tell who asked for it."""
-        self._tell(self.queue.pop(0).peer, text, refused)
+        peer = self.queue.pop(0).peer
+        if peer:
+            self.driver.listener.send(peer.encode(), wire.encode(wire.Outcome(text, refused)))
 
     def server_died(self, name: str) -> None:
         """Before all have given nothing has changed yet: go on as before, and begin again when it is back."""
