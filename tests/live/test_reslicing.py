@@ -31,6 +31,7 @@ from paceline.runtime.live.launch import Driver, LivePlan
 from paceline.runtime.live.watching import Care
 from paceline.tensors import optimizers
 from paceline.tensors.assignment import initial
+from paceline.tensors.layout import Entry, Layout
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
 
@@ -133,6 +134,36 @@ def test_under_every_policy_each_gradient_is_used_once_on_every_element(policy: 
     check(run, servers)
     assert set(used(run, Apply, Drop).values()) == {DIGITS_BYTES}
     assert min(last_iterations(run).values()) >= 55, "late ones adopt the iteration of the others"
+
+
+def test_nothing_moves_before_every_shard_has_heard_who_is_there() -> None:
+    """Else a push of one that is gone might still be held on a shard that has given its part away."""
+    driver, _ = driver_of("bsp", [2, 3])
+    hyper = ({"lr": 0.5},)
+    told: list[object] = []
+    driver.servers.tell_all = told.append  # type: ignore[method-assign]
+    driver.servers.change = lambda *order: told.append(order)  # type: ignore[method-assign]
+    layout = Layout((Entry("w", (100,), 0),), "float32")
+    driver.lead = wire.Describe(0, 0, "", layout, None, None, {})
+    driver.servers.assignment = initial(layout, 2)
+    driver.authority.admit({0: 0, 1: 0})
+    driver.authority.remove(1)
+    reslicing = driver.reslicing
+    reslicing.queue, reslicing.phase, reslicing.number = [wire.Want(3)], "holding", 1
+    reslicing.take_held(wire.Held(1, 0, 0, 7))
+    for view, next_ in ((1, 7), (2, 6), (2, 7)):
+        for shard in (0, 1):
+            assert told == [], (view, next_)
+            reslicing.take_standing(wire.Standing(1, shard, view, 7, 7 + shard, {0: next_}, (), False, hyper))
+    (give,) = told
+    assert isinstance(give, wire.Give)
+    for shard in (0, 1):
+        reslicing.take_gave(wire.Gave(shard, 1, ""))
+    (after, order) = told[1]  # type: ignore[misc]
+    assert after == give.after
+    assert order.event.versions == (7, 8)
+    assert order.event.next == ((0, 7),)
+    assert driver.watchman.hyper == hyper, "new servers start with what schedulers have changed"
 
 
 def test_whole_tensors_move_where_the_optimizer_needs_them() -> None:

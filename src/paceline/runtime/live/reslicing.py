@@ -140,7 +140,7 @@ class Reslicing:
         if any(member not in self.held and member[0] not in waiting for member in members):
             return
         if any(shard.view != driver.authority.number for shard in shards):
-            return  # it has not heard yet who is there
+            return  # a push of somebody who is gone may still count there
         still = all(member in self.held for member in members)
         seen = all(
             shard.next.get(rank, 0) >= self.held.get((rank, incarnation), 0)
