@@ -155,6 +155,7 @@ def test_nothing_moves_before_every_shard_has_heard_who_is_there() -> None:
         for shard in (0, 1):
             assert told == [], (view, next_)
             reslicing.take_standing(wire.Standing(1, shard, view, 7, 7 + shard, {0: next_}, (), False, hyper))
+            reslicing.consider()
     (give,) = told
     assert isinstance(give, wire.Give)
     for shard in (0, 1):

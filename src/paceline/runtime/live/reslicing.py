@@ -90,11 +90,13 @@ class Reslicing:
         if self.under_way:
             now = time.monotonic()  # whoever stands still because it was told to is not stuck
             driver.watchman.moved_s.update((rank, now) for rank, _ in self.held)
+        self.consider()
         if self.phase == "taking" and driver.servers.all_configured:
             self._done()
         keeping = driver.keeper is not None and driver.keeper.under_way is not None
-        ready = driver.begun and not driver.asked_to_finish and not driver.stopping and driver.servers.all_configured
-        if self.queue and not self.under_way and ready and not keeping:
+        ending = driver.asked_to_finish or driver.stopping or not driver.authority.members
+        ready = driver.begun and driver.servers.all_configured and not keeping and not ending
+        if self.queue and not self.under_way and ready:
             self._begin()
 
     def _begin(self) -> None:
@@ -120,15 +122,13 @@ class Reslicing:
     def take_held(self, message: wire.Held) -> None:
         if message.change == self.number:
             self.held[message.rank, message.incarnation] = message.iteration
-            self.consider()
 
     def take_standing(self, message: wire.Standing) -> None:
         if message.change == self.number:
             self.standing[message.shard] = message
-            self.consider()
 
     def consider(self) -> None:
-        """Something has changed while everybody is to stand still: is anything under way, and who must go on?"""
+        """Everybody is to stand still: is anything under way, and who must go on? Asked whenever anything happened."""
         driver = self.driver
         members = driver.authority.members.items()
         if self.phase != "holding" or len(self.standing) < driver.servers.count or not members:
