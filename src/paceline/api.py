@@ -109,7 +109,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     if job.by_layer:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
-    check_central(job.policy)
+    policies.check_live(job.policy)
     if job.shards != SHUFFLED:
         raise ConfigError("shards=sorted is for virtual time")
     run = launch(
@@ -154,7 +154,7 @@ def launch(
     plan = LivePlan(
         members=members,
         start_worker=function_starter(fn),
-        policy=check_central(check_policy(policy, members)) if policy is not None else None,
+        policy=policies.check_live(check_policy(policy, members)) if policy is not None else None,
         cluster=check_cluster(cluster, members) if cluster is not None else None,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
@@ -273,15 +273,6 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     checked = policies.parse(policy)
     checked.validate(members)
     return checked
-
-
-def check_central(policy: Policy) -> Policy:
-    """Refuse, live, what has no live runtime yet."""
-    if isinstance(policy, PeerPolicy):
-        raise ConfigError(
-            f"{policy} has no servers and runs in virtual time only so far: paceline simulate --policy {policy}"
-        )
-    return policy
 
 
 def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:

@@ -13,12 +13,15 @@ from torch import Tensor
 from paceline import policies
 from paceline.core.machine import Machine
 from paceline.core.messages import Node
+from paceline.core.policy import PeerPolicy
+from paceline.core.topology import distances, neighbours
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
 from paceline.report.barriers import Barrier, barriers, totals
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
 from paceline.report.metrics import Metrics, measure, spans
+from paceline.report.peers import PeersView, peers_view
 from paceline.report.staleness import staleness_by_shard
 from paceline.tensors.layout import imbalance
 
@@ -33,6 +36,28 @@ class Point(NamedTuple):
     updates: int
     loss: float | None
     accuracy: float | None
+
+
+class ServerChange(NamedTuple):
+    """The number of servers changed: when, from and to how many, what share of the parameters moved.
+
+    `held_s` is from telling the workers to stand still until they are told to go on, `moving_s` the last part of it,
+    in which nobody computes.
+    """
+
+    at_s: float
+    before: int
+    after: int
+    moved_share: float
+    held_s: float
+    moving_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.after} server{'s' * (self.after > 1)} instead of {self.before}: "
+            f"{self.moved_share:.1%} of the parameters moved, "
+            f"training was held for {self.held_s:.3f} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +118,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
+    server_changes: list[ServerChange] = field(default_factory=list)
+    """Live: how the number of servers has changed."""
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -149,6 +176,7 @@ class Run:
             "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
+            **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 
@@ -158,9 +186,22 @@ class Run:
             {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
             for point in self.history
         ]
-        return RunView(
-            self.policy, self.runtime, history, self.summary(), spans(self.trace, self.time_s), self.barriers
-        )
+        lanes = spans(self.trace, self.time_s)
+        return RunView(self.policy, self.runtime, history, self.summary(), lanes, self.barriers, self.peers())
+
+    def peers(self) -> PeersView | None:
+        """How far apart the peers were, and might have been; None where there were servers."""
+        workers = self.trace.header.members.workers
+        policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
+        if not isinstance(policy, PeerPolicy):
+            return None
+        graph = policy.topology(workers)
+        away = distances(graph)
+        bound = max((policy.most_ahead(away[i][j], away[j][i]) for i in away for j in away if i != j), default=0.0)
+        max_gap = getattr(policy, "max_gap", None)
+        most = max(map(len, neighbours(graph, frozenset(away)).ins.values()))
+        room = None if max_gap is None else (1 + max_gap) * most
+        return peers_view(self.trace, self.consensus, _finite(bound), room)
 
     def report(self, path: str | Path) -> Path:
         """Write the HTML report of this run."""

@@ -21,6 +21,7 @@ from paceline.core.events import (
     Restored,
     ResyncArrived,
     RiseArrived,
+    ServersChanged,
 )
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
@@ -57,7 +58,7 @@ class TestBytes:
     def test_the_run_has_every_kind_of_event_and_action(self, trace: Trace) -> None:
         """So that the round trip above is one of every class."""
         of_schedulers = {RiseArrived, ReleaseArrived, NotifyArrived, ResyncArrived, PlanArrived, ComputeAborted}
-        elsewhere = {Restored} | of_schedulers | set(get_args(PeerEvent))
+        elsewhere = {Restored, ServersChanged} | of_schedulers | set(get_args(PeerEvent))
         assert {type(record.event) for record in trace} == set(get_args(Event)) - elsewhere
         actions = {type(action) for record in trace for action in record.actions}
         assert actions == set(get_args(Action)) - {AbortCompute, Reduce, Wait}

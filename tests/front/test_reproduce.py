@@ -16,6 +16,10 @@ from paceline.reproductions.base import Reproduction
 from paceline.reproductions.elasticbsp import CONNECTED, CONVOLUTIONAL, ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.hop_backup import HopBackup
+from paceline.reproductions.hop_graphs import HopGraphs
+from paceline.reproductions.hop_skip import HopSkip
+from paceline.reproductions.hop_staleness import HopStaleness
 from paceline.reproductions.specsync import SpecSyncSpeed
 from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 from paceline.reproductions.zipline_search import ZipLineSearch
@@ -35,6 +39,10 @@ SMALL = [
         workers=5, smaller=(3,), rates=(0.5,), few_rates=(0.5,), pairs=((0.3, 0.2),), iterations=12, seeds=1, loss=2.2
     ),
     SpecSyncWaiting(workers=4, rates=(0.5,), delays_s=(0.0, 1.0, 5.0), iterations=40, seeds=1, loss=1.9),
+    HopBackup(peers=6, iterations=8, graphs=("ring-based",)),
+    HopStaleness(peers=6, iterations=8),
+    HopSkip(peers=6, iterations=8),
+    HopGraphs(peers=6, iterations=8, shares=(0.2,), sparse_to_dense=("ring", "complete")),
 ]  # fmt: skip
 
 

@@ -219,6 +219,7 @@ def test_a_graph_from_a_file(tmp_path: Path) -> None:
         ("simulate --policy bsp --cluster steady:machines=4:4", "are for policies without servers: bsp has some"),
         ("simulate --policy hop --cluster steady:machines=4:3", "places 7 peers, there are 8"),
         ("compare hop --live", "runs in virtual time only so far"),
+        ("run --policy hop examples/digits.py", "runs in virtual time only so far"),
         ("compare hop+bsp", "cannot be one of several policies: it has no parameter servers"),
     ],
 )
@@ -243,3 +244,19 @@ def test_a_graph_that_cannot_be_is_refused(text: str, said: str, tmp_path: Path)
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         simulate("quadratic", f"hop:graph={path}", workers=3, iterations=2)
+
+
+def test_the_report_shows_how_far_apart_peers_were(tmp_path: Path) -> None:
+    run = simulate(
+        "quadratic", "hop:graph=ring,backup=1,max_gap=3,skip=4", workers=6, cluster="one-slow:factor=5", iterations=40
+    )
+    view = run.view().peers
+    assert view is not None
+    assert (view.bound, view.room) == (9, 8)
+    assert 3 <= max(row["gap"] or 0 for row in view.gaps) <= 9
+    assert view.jumps > 3
+    page = run.report(tmp_path / "run.html").read_text()
+    assert "How far apart the peers were" in page
+    assert "bound 9" in page
+    assert "Distance from the average" in page
+    assert simulate("quadratic", "bsp", workers=2, iterations=2).view().peers is None

@@ -8,9 +8,11 @@ worker at its stop is parked until all are at theirs; they go on together, and i
 002, sections 3 and 4; the machines are in `core/planning.py` and `core/planner.py`.)
 
 What it promises. With speeds that differ but last, the wait at its barriers, per iteration of the slowest, is never
-longer than BSP's, and shorter from a ratio of slowest to fastest of 1.4 on: the first three iterations of everybody
-are one of the meetings to choose from, and that is BSP. All start from the same parameters after each barrier. Once a
-shard knows the plan it lets nobody past its stop. A wrong prediction costs waiting, nothing else.
+longer than BSP's, and shorter from a ratio of slowest to fastest of 1.4 on (with a `lookahead` of 2 or more). While the
+fastest has not ended its third iteration when the slowest has ended two, the third of everybody is one of the meetings
+to choose from, and that is BSP; otherwise the wait is less than one iteration of the slowest in three. All start from
+the same parameters after each barrier. Once a shard knows the plan it lets nobody past its stop. A wrong prediction
+costs waiting, nothing else.
 
 What it gives up. Between barriers gradients are stale, as under ASP, and the faster do more iterations than the slower:
 no bound but the plan's, `lookahead` iterations after two of the slowest. With one worker it is ASP, with nothing to
@@ -45,6 +47,7 @@ class ElasticBSP(CentralPolicy):
     paper: ClassVar[str] = "002 sections 3-5 (ElasticBSP, ZipLine)"
     on_arrival: ClassVar[bool] = True
     has_scheduler: ClassVar[bool] = True
+    servers_may_change: ClassVar[bool] = False
 
     lookahead: int = parameter(15, low=1, doc="R: how many iterations of each worker are predicted and planned over")
     predict: str = option("latest", doc="how long an iteration will take: latest (as the paper), mean or median")

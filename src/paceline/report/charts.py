@@ -66,7 +66,7 @@ def points_of(run: RunView, metric: str) -> list[Point]:
     return points[:-1:stride] + points[-1:]
 
 
-def line_chart(title: str, metric: str, runs: list[RunView], target: Target | None) -> str:
+def line_chart(title: str, metric: str, runs: list[RunView], target: Target | None, word: str = "target") -> str:
     """The chart of one metric, or nothing when no run has it."""
     series = [points_of(run, metric) for run in runs]
     if not any(series):
@@ -91,7 +91,7 @@ def line_chart(title: str, metric: str, runs: list[RunView], target: Target | No
         for index, (run, points) in enumerate(zip(runs, series, strict=True))
         if points and (when := _marked(run, points, aim)) is not None
     ]
-    over = svg + _aim(y, aim) + "".join(dots) + tag("div", class_="hair")
+    over = svg + _aim(y, aim, word) + "".join(dots) + tag("div", class_="hair")
     plot = tag("div", over, class_="plot", data_x0=x.low, data_x1=x.high, data_y0=y.low, data_y1=y.high)
     frame = tag("div", _y_ticks(y) + plot + time_ticks(x), class_="frame")
     note = tag("p", f"Losses above {text(y.label(y.high))} are cut.", class_="note") if cut else ""
@@ -153,12 +153,12 @@ def _grid(x: Axis, y: Axis) -> str:
     return f'<path class="grid" d="{"".join(lines)}"/>'
 
 
-def _aim(y: Axis, aim: float | None) -> str:
+def _aim(y: Axis, aim: float | None, word: str) -> str:
     if aim is None:
         return ""
     place = y.place(aim)
     side = f"bottom:{100 * place:.2f}%" if place < 0.9 else f"top:{100 * (1 - place):.2f}%"
-    return tag("b", f"target {text(f'{aim:g}')}", class_="aim", style=side)
+    return tag("b", f"{word} {text(f'{aim:g}')}", class_="aim", style=side)
 
 
 def _dot(index: int, across: float, up: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.actions import Apply, Drop
+from paceline.core.events import ServersChanged
 from paceline.core.trace import Trace
 from paceline.report.lanes import Span, spans
 
@@ -24,7 +25,7 @@ def chrome_trace(runs: list[tuple[str, Trace]]) -> bytes:
     for pid, (name, trace) in enumerate(runs, start=1):
         entries += _names(pid, name, trace)
         entries += _marks(pid, trace)
-        first = trace.header.members.servers + 1
+        first = servers_of(trace) + 1
         entries += [_slice(pid, first, span) for span in spans(trace)]
     return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": entries})
 
@@ -33,11 +34,17 @@ def _names(pid: int, name: str, trace: Trace) -> Iterator[Entry]:
     members = trace.header.members
     yield _meta(pid, 0, "process_name", {"name": name})
     yield _meta(pid, 0, "process_sort_index", {"sort_index": pid})
-    threads = [f"server {shard}" for shard in range(members.servers)]
+    threads = [f"server {shard}" for shard in range(servers_of(trace))]
     threads += [f"worker {rank}" for rank in range(members.workers)]
     for tid, thread in enumerate(threads, start=1):
         yield _meta(pid, tid, "thread_name", {"name": thread})
         yield _meta(pid, tid, "thread_sort_index", {"sort_index": tid})
+
+
+def servers_of(trace: Trace) -> int:
+    """The most there were at a time: their number may change in a live run."""
+    changes = [len(record.event.nbytes) for record in trace.records if isinstance(record.event, ServersChanged)]
+    return max([trace.header.members.servers, *changes])
 
 
 def _meta(pid: int, tid: int, name: str, args: Entry) -> Entry:

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.report.aborts import abort_table
 from paceline.report.charts import legend, line_chart
 from paceline.report.markup import plural, tag, text
+from paceline.report.peer_charts import peers_section
 from paceline.report.planned import barrier_section
 from paceline.report.tables import cause_table, config_table, reason_table, summary_table
 from paceline.report.timeline import lanes
@@ -43,6 +44,7 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
         ("Summary", summary_table(runs, target) + tag("dl", terms, class_="terms")),
         ("Learning", curves if charts else _note("No evaluation was recorded.")),
         ("Who did what, when", lanes(runs)),
+        *([("How far apart the peers were", apart)] if (apart := peers_section(runs)) else []),
         ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),
         ("Planned barriers", barrier_section(runs)),
         *((("What was begun again", abort_table(runs)),) if any(run.summary.get("aborts") for run in runs) else ()),
@@ -91,6 +93,8 @@ def _facts(runs: list[RunView], config: Mapping[str, Any]) -> str:
         number = config.get(f"{noun}s")
         if isinstance(number, int):
             facts.append(plural(number, noun))
+    for change in runs[0].summary.get("server_changes", ()) if len(runs) == 1 else ():
+        facts.append(f"{plural(change['after'], 'server')} from {change['at_s']:.1f} s on")
     uneven = {run.number("slices", "imbalance") for run in runs} - {None}
     if config.get("servers") != 1 and len(uneven) == 1:
         facts.append(f"largest slice {uneven.pop():.2f} times the mean")

@@ -27,6 +27,7 @@ from paceline.core.events import (
     GradientReady,
     ParametersArrived,
     RiseArrived,
+    ServersChanged,
     TimerFired,
     ViewChanged,
 )
@@ -204,6 +205,9 @@ class Lanes:
                 lane.abort_compute(at)
             elif type(event) is TimerFired:
                 lane.answer(at, NOBODY, NOBODY)
+            elif type(event) is ServersChanged and lane.computing:
+                lane.add("compute", event.since)
+                lane.add("wait", at, "the number of servers changes")
             for action in record.actions:
                 if type(action) is Compute:
                     lane.start_compute(at, action.iteration)

@@ -52,6 +52,8 @@ class Apartness(Struct):
     times_s: list[float]
     gaps: list[int]
     """The largest difference of iterations between any two peers, after each of `times_s`."""
+    queues: list[int]
+    """The longest queue of updates then."""
     queued: int
     """The most updates that lay in one peer's queue."""
     jumps: list[tuple[float, int, int, int]]
@@ -60,13 +62,37 @@ class Apartness(Struct):
     """peer -> seconds from one iteration to the next in the mean, those it skipped counted too."""
 
 
+class PeersView(Struct):
+    """What a page shows of the peers of a run. None: there is no bound."""
+
+    gaps: list[dict[str, float | None]]
+    """Rows of time_s, gap and queue."""
+    consensus: list[dict[str, float | None]]
+    """Rows of time_s and distance."""
+    bound: float | None
+    room: int | None
+    jumps: int
+
+
+def peers_view(
+    trace: Trace, consensus: list[tuple[float, float]], bound: float | None, room: int | None
+) -> PeersView | None:
+    """None where there were no peers."""
+    found = apartness(trace)
+    if not found.times_s:
+        return None
+    rows = zip(found.times_s, found.gaps, found.queues, strict=True)
+    gaps: list[dict[str, float | None]] = [{"time_s": at, "gap": gap, "queue": queue} for at, gap, queue in rows]
+    return PeersView(gaps, [{"time_s": at, "distance": far} for at, far in consensus], bound, room, len(found.jumps))
+
+
 def apartness(trace: Trace) -> Apartness:
     """From a trace of peers."""
     at: dict[int, int] = {}
     held: Counter[Process] = Counter()
     first: dict[int, tuple[float, int]] = {}
     last: dict[int, tuple[float, int]] = {}
-    found = Apartness([], [], 0, [], {})
+    found = Apartness([], [], [], 0, [], {})
     for record in trace:
         if record.node[0] != "peer":
             continue
@@ -86,6 +112,7 @@ def apartness(trace: Trace) -> Apartness:
                 last[peer] = (now, action.iteration)
                 found.times_s.append(now)
                 found.gaps.append(max(at.values()) - min(at.values()))
+                found.queues.append(max(held.values(), default=0))
         found.queued = max(found.queued, held[process])
     for peer, (since_s, start) in first.items():
         until_s, end = last[peer]

@@ -12,6 +12,7 @@ from msgspec import Struct
 from paceline.report.barriers import Barrier
 from paceline.report.lanes import Span
 from paceline.report.markup import seconds
+from paceline.report.peers import PeersView
 
 BASELINE = "bsp"
 
@@ -26,6 +27,8 @@ class RunView(Struct):
     spans: list[Span]
     barriers: list[Barrier] = []
     """Those that were planned and reached."""
+    peers: PeersView | None = None
+    """Where there were no servers."""
 
     def number(self, *path: str) -> float | None:
         """A finite number of the summary, or None where it is missing: `run.number("final", "loss")`."""

@@ -16,6 +16,10 @@ from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
+from paceline.reproductions.hop_backup import HopBackup
+from paceline.reproductions.hop_graphs import HopGraphs
+from paceline.reproductions.hop_skip import HopSkip
+from paceline.reproductions.hop_staleness import HopStaleness
 from paceline.reproductions.specsync import SpecSyncSpeed
 from paceline.reproductions.specsync_waiting import SpecSyncWaiting
 from paceline.reproductions.zipline_search import ZipLineSearch
@@ -23,16 +27,8 @@ from paceline.reproductions.zipline_search import ZipLineSearch
 CATALOGUE: dict[str, type[Reproduction]] = {
     reproduction.name: reproduction
     for reproduction in (
-        BackupChoice,
-        BackupStaleness,
-        BackupSyncAsync,
-        FluentPSOverlap,
-        FluentPSPSSP,
-        FluentPSLazy,
-        ZipLineSearch,
-        ElasticBSPs,
-        SpecSyncWaiting,
-        SpecSyncSpeed,
+        *(BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy),
+        *(ZipLineSearch, ElasticBSPs, SpecSyncWaiting, SpecSyncSpeed, HopBackup, HopStaleness, HopSkip, HopGraphs),
     )
 }
 

@@ -7,7 +7,6 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -16,46 +15,38 @@ from pathlib import Path
 from typing import assert_never
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import policies
 from paceline.core.actions import Answer, Apply, Drop, Park, Send, SetTimer
-from paceline.core.events import PlanArrived, PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
+from paceline.core.events import (
+    PlanArrived,
+    PullArrived,
+    PushArrived,
+    PushRejected,
+    Restored,
+    ServersChanged,
+    TimerFired,
+    ViewChanged,
+)
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
-from paceline.runtime.live import checkpoint, memory, wire
+from paceline.runtime.live import checkpoint, memory, moving, wire
+from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors import state
+from paceline.tensors.assignment import Ranges
 from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
 IDLE_S = 0.5
 STATUS_S = 0.5
 SMALLEST = 1e-30
 """Parameters that are all zero make any gradient significant."""
-
-
-class Segment:
-    """The part of a worker's segment that belongs to this shard, whole and in the optimizer's pieces.
-
-    Gradients come in the same memory, or in `staging` if the worker has a segment for them.
-    """
-
-    def __init__(self, values: Tensor, staging: Tensor | None, optimizer: SliceOptimizer) -> None:
-        self.values = values
-        self.pieces = optimizer.cut(values)
-        self.gradient = self.pieces if staging is None else optimizer.cut(staging)
-        self.absent: frozenset[int] = frozenset()
-        """Tensors that have no gradient in the last push."""
-        self.holds = -1
-        """The version of the parameters that it holds; -1 while it holds a gradient."""
-
-    def norm(self) -> float:
-        """Of the gradient."""
-        return math.sqrt(sum(float(piece.norm()) ** 2 for piece in self.gradient))
 
 
 class LiveServer(ServerCarrier):
@@ -87,6 +78,9 @@ class LiveServer(ServerCarrier):
         self.checkpoint_every: int | None = None
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
+        self.surveyed: wire.Standing | None = None
+        """What the driver was told last of how everybody stands, and for which change it wants to know."""
+        self.surveying: int | None = None
         self.seat: Seat
         self.machine: Shard
 
@@ -107,6 +101,7 @@ class LiveServer(ServerCarrier):
                 self.take(*received)
             self.let_go()
             self.tell_status()
+            self.tell_standing()
         self.trace.close()
         self.driver.close()
         self.listener.close()
@@ -135,6 +130,14 @@ class LiveServer(ServerCarrier):
                 self.save(Path(order.folder))
             case wire.Planned(plan):
                 self.seat.tell(PlanArrived(self.now(), plan))
+            case wire.Survey(change):
+                self.surveying, self.surveyed = change, None
+            case wire.Give():
+                self.give(order)
+            case wire.Reslice():
+                self.reslice(order)
+            case wire.Retire():
+                self.finished = True
             case wire.Finish():
                 self.finish()
             case _:
@@ -142,33 +145,82 @@ class LiveServer(ServerCarrier):
 
     def configure(self, order: wire.Configure) -> None:
         self.layout = order.layout
-        self.part = order.layout.slices(self.config.members.servers)[self.shard]
+        self.assignment = order.assignment
+        self.spec = order.optimizer
         self.epoch_s = order.epoch_s
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
-        restored: Restored | None = None
-        if order.checkpoint is None:
-            values = memory.attach(self.folder / memory.WHOLE, order.layout)[self.part].clone()
-            initial = self.folder / "initial-state"
-            learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else None
+        first: Restored | ServersChanged | None = None
+        if order.reslice is not None:
+            values, learned = moving.take(self.folder, order.reslice.give, self.shard, order.layout, None)
+            first = msgspec.structs.replace(order.reslice.event, at=self.now())
+        elif order.checkpoint is not None:
+            values, learned, first = self.restore(Path(order.checkpoint))
         else:
-            values, learned, restored = self.restore(Path(order.checkpoint))
-        threads = max(1, (os.cpu_count() or 1) // self.config.members.servers)
-        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer, threads)
-        if learned is not None:
-            self.optimizer.load_state(learned)
+            whole = memory.attach(self.folder / memory.WHOLE, order.layout)
+            values = torch.cat([whole[start:stop] for start, stop in self.part] or [whole[:0]])
+            initial = self.folder / memory.INITIAL_STATE
+            learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else {}
+        self.hold(values, learned)
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
         self.machine = machine
         self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
-        if restored is not None:
-            self.seat.tell(restored)
+        if first is not None:
+            self.seat.tell(first)
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+
+    @property
+    def part(self) -> Ranges:
+        """What this server holds of the parameters."""
+        return self.assignment[self.shard]
+
+    def hold(self, values: Tensor, learned: State) -> None:
+        """Step this part of the parameters from now on."""
+        threads = max(1, (os.cpu_count() or 1) // len(self.assignment))
+        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads)
+        if self.hyper is not None:
+            self.optimizer.set_hyper(self.hyper)
+        if learned:
+            self.optimizer.load_state(learned)
+
+    def give(self, order: wire.Give) -> None:
+        """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
+        error = ""
+        try:
+            moving.give(self.folder, order, self.shard, self.layout, self.optimizer)
+        except (OSError, SafetensorError) as problem:
+            error = str(problem)
+        self.driver.send(wire.encode(wire.Gave(self.shard, order.number, error)))
+
+    def reslice(self, order: wire.Reslice) -> None:
+        """The number of servers has changed: go on with another part of the parameters."""
+        values, learned = moving.take(self.folder, order.give, self.shard, self.layout, self.optimizer)
+        self.assignment = order.give.after
+        self.segments.clear()
+        self.optimizer.close()
+        self.hold(values, learned)
+        self.surveying = None
+        self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))
+        self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+
+    def tell_standing(self) -> None:
+        """Tell the driver, while it wants to know, how everybody stands here."""
+        if self.surveying is None:
+            return
+        machine, progress = self.machine, self.machine.progress
+        standing = wire.Standing(
+            self.surveying, self.shard, machine.view.number, progress.V, machine.version, dict(progress.next),
+            tuple(machine.waiting), bool(machine.held), self.hyper,
+        )  # fmt: skip
+        if standing != self.surveyed:
+            self.surveyed = standing
+            self.driver.send(wire.encode(standing))
 
     def restore(self, path: Path) -> tuple[Tensor, State, Restored]:
         manifest = checkpoint.read(path)
-        values, learned = checkpoint.load_slice(path, manifest, self.part)
-        same = len(manifest.shards) == self.config.members.servers
+        values, learned = checkpoint.load_part(path, manifest, self.part)
+        same = checkpoint.assignment_of(manifest) == self.assignment
         mine = manifest.shards[self.shard : self.shard + 1] if same else manifest.shards
         iteration, version = min(s.iteration for s in mine), max(s.version for s in mine)
         return values, learned, Restored(self.now(), iteration, version)
@@ -198,9 +250,10 @@ class LiveServer(ServerCarrier):
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
         final = memory.attach(self.folder / memory.WHOLE, self.layout)
-        final[self.part] = self.optimizer.values
+        Segment(final, None, self.part, self.optimizer).fill(self.optimizer.values)
         if self.optimizer.average is not None:
-            memory.attach(self.folder / memory.AVERAGE, self.layout)[self.part] = self.optimizer.average
+            average = memory.attach(self.folder / memory.AVERAGE, self.layout)
+            Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True
 
@@ -263,10 +316,10 @@ class LiveServer(ServerCarrier):
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
         if segment is None:
-            values = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)[self.part]
+            whole = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)
             path = memory.staging_path(self.folder, worker, incarnation)
-            staging = memory.attach(path, self.layout)[self.part] if path.exists() else None
-            segment = self.segments[worker, incarnation] = Segment(values, staging, self.optimizer)
+            staging = memory.attach(path, self.layout) if path.exists() else None
+            segment = self.segments[worker, incarnation] = Segment(whole, staging, self.part, self.optimizer)
         return segment
 
     def apply(self, action: Apply) -> None:
@@ -316,7 +369,7 @@ class LiveServer(ServerCarrier):
         if self.machine.held:
             self.keep_held(segment, parameters.worker, parameters.incarnation)
         if segment.holds != parameters.version:
-            segment.values.copy_(self.optimizer.values)
+            segment.fill(self.optimizer.values)
             segment.holds = parameters.version
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.
