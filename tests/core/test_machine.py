@@ -18,6 +18,7 @@ from paceline.core.events import (
     ReleaseArrived,
     Restored,
     RiseArrived,
+    ServersChanged,
     TimerFired,
     ViewChanged,
 )
@@ -33,6 +34,7 @@ from .drive import ShardAlone, WorkerAlone, sent, state_of
 EVENTS: list[Event] = [
     ViewChanged(0.0, View(9, ((0, 0),))),
     Restored(0.0, 3, 7),
+    ServersChanged(0.0, 0.0, (8, 8), (0, 0), View(9, ((0, 0),)), 0, ((0, 0),)),
     PushArrived(0.0, Push(Handle(0, 0, 0, 0, 8))),
     PushRejected(0.0, Push(Handle(0, 0, 0, 0, 8)), "not finite"),
     PullArrived(0.0, Pull(0, 0, 1)),
@@ -62,6 +64,7 @@ class TestDispatch:
         assert heard == [
             ("on_view_changed", "ViewChanged"),
             ("on_restored", "Restored"),
+            ("on_servers_changed", "ServersChanged"),
             ("on_push_arrived", "PushArrived"),
             ("on_push_rejected", "PushRejected"),
             ("on_pull_arrived", "PullArrived"),
