@@ -34,7 +34,6 @@ from .drive import ShardAlone, WorkerAlone, sent, state_of
 EVENTS: list[Event] = [
     ViewChanged(0.0, View(9, ((0, 0),))),
     Restored(0.0, 3, 7),
-    ServersChanged(0.0, 0.0, (8, 8), (0, 0), View(9, ((0, 0),)), 0, ((0, 0),)),
     PushArrived(0.0, Push(Handle(0, 0, 0, 0, 8))),
     PushRejected(0.0, Push(Handle(0, 0, 0, 0, 8)), "not finite"),
     PullArrived(0.0, Pull(0, 0, 1)),
@@ -43,6 +42,7 @@ EVENTS: list[Event] = [
     TimerFired(0.0, 1),
     RiseArrived(0.0, Rise(0, 1, 0)),
     ReleaseArrived(0.0, Release(0, 0, 1)),
+    ServersChanged(0.0, 0.0, (8, 8), (0, 0), View(9, ((0, 0),)), 0, ((0, 0),)),
 ]
 
 
@@ -64,7 +64,6 @@ class TestDispatch:
         assert heard == [
             ("on_view_changed", "ViewChanged"),
             ("on_restored", "Restored"),
-            ("on_servers_changed", "ServersChanged"),
             ("on_push_arrived", "PushArrived"),
             ("on_push_rejected", "PushRejected"),
             ("on_pull_arrived", "PullArrived"),
@@ -73,6 +72,7 @@ class TestDispatch:
             ("on_timer_fired", "TimerFired"),
             ("on_rise_arrived", "RiseArrived"),
             ("on_release_arrived", "ReleaseArrived"),
+            ("on_servers_changed", "ServersChanged"),
         ]
 
     def test_first_the_event_then_settle_then_check(self) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from paceline.core.actions import Action, Answer
-from paceline.core.events import Event, PullArrived, PushArrived, ReleaseArrived, Restored, RiseArrived
+from paceline.core.events import Event, PullArrived, PushArrived, ReleaseArrived, Restored, RiseArrived, ServersChanged
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
 from paceline.core.policy import CentralPolicy
@@ -46,6 +46,7 @@ class TestBytes:
         """So that the round trip above is one of every class."""
         assert {type(record.event) for record in trace} == set(get_args(Event)) - {
             Restored,
+            ServersChanged,
             RiseArrived,
             ReleaseArrived,
         }
