@@ -56,6 +56,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def write_live(folder: Path, shared: Path) -> None:
     """Leave word where a run that goes on now has its sockets."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / LIVE, json.dumps({"folder": str(shared)}).encode() + b"\n")
 
 

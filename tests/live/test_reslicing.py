@@ -238,9 +238,12 @@ def test_a_gradient_of_a_worker_that_died_counts_before_anything_moves() -> None
     """It is held on the shards when the others are to stand still: they go on until it is used."""
     driver, _ = driver_of("bsp", [2, 3], iterations=25, cluster="one-slow:factor=10,compute_s=0.01")
     take_standing, killed = driver.reslicing.take_standing, []
+    waits_on: set[int] = set()
 
     def kill_one_that_waits(message: wire.Standing) -> None:
-        if 1 in message.waiting and not killed:
+        if 1 in message.waiting:
+            waits_on.add(message.shard)
+        if len(waits_on) == 2 and not killed:
             killed.append(message.next[1] - 1)
             next(child for child in driver.live_workers() if child.rank == 1).kill()
         take_standing(message)

@@ -91,7 +91,10 @@ class Driver:
         try:
             if self.plan.keeping is not None:
                 self.keeper = Keeper(self.plan.keeping, self.servers.order_checkpoint, self.say)
-                rundir.write_live(self.plan.keeping.folder, self.folder.path)
+                try:
+                    rundir.write_live(self.plan.keeping.folder, self.folder.path)
+                except OSError as error:
+                    self.say(f"WARNING: paceline servers will not find this run: {error}; training goes on")
             output = self.folder.path / "trace"
             output.mkdir()
             return self._run(output)

@@ -7,7 +7,6 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from heapq import heappop, heappush
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import assert_never
 
 import msgspec
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import policies
@@ -27,21 +25,18 @@ from paceline.core.events import (
     PullArrived,
     PushArrived,
     PushRejected,
-    Restored,
-    ServersChanged,
     TimerFired,
     ViewChanged,
 )
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
-from paceline.runtime.live import checkpoint, memory, moving, wire
+from paceline.runtime.live import checkpoint, wire
+from paceline.runtime.live.holding import Holding
 from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
-from paceline.tensors import state
-from paceline.tensors.assignment import Ranges
-from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
+from paceline.tensors.optimizers import Hyper
 
 IDLE_S = 0.5
 STATUS_S = 0.5
@@ -71,8 +66,7 @@ class LiveServer(ServerCarrier):
         self.staleness: dict[int, int] = {}
         self.told_status_s = 0.0
         self.said_hyper: dict[tuple[int, int], tuple[Hyper, ...]] = {}
-        """What each worker's schedulers have changed the hyper-parameters to, and `hyper` the one in force."""
-        self.hyper: tuple[Hyper, ...] | None = None
+        """What each worker's schedulers have changed the hyper-parameters to."""
         self.kept: dict[Handle, tuple[list[Tensor], frozenset[int]]] = {}
         """Gradients that are not used yet although their worker goes on: copies, with the tensors that have none."""
         self.checkpoint_every: int | None = None
@@ -81,6 +75,7 @@ class LiveServer(ServerCarrier):
         self.surveyed: wire.Standing | None = None
         """What the driver was told last of how everybody stands, and for which change it wants to know."""
         self.surveying: int | None = None
+        self.holding: Holding
         self.seat: Seat
         self.machine: Shard
 
@@ -144,62 +139,31 @@ class LiveServer(ServerCarrier):
                 assert_never(order)
 
     def configure(self, order: wire.Configure) -> None:
-        self.layout = order.layout
-        self.assignment = order.assignment
-        self.spec = order.optimizer
         self.epoch_s = order.epoch_s
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
-        first: Restored | ServersChanged | None = None
-        if order.reslice is not None:
-            values, learned = moving.take(self.folder, order.reslice.give, self.shard, order.layout, None)
-            first = msgspec.structs.replace(order.reslice.event, at=self.now())
-        elif order.checkpoint is not None:
-            values, learned, first = self.restore(Path(order.checkpoint))
-        else:
-            whole = memory.attach(self.folder / memory.WHOLE, order.layout)
-            values = torch.cat([whole[start:stop] for start, stop in self.part] or [whole[:0]])
-            initial = self.folder / memory.INITIAL_STATE
-            learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else {}
-        self.hold(values, learned)
+        self.holding = Holding(self.folder, self.shard, order)
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
         self.machine = machine
         self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
-        if first is not None:
-            self.seat.tell(first)
+        if self.holding.first is not None:
+            self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
-
-    @property
-    def part(self) -> Ranges:
-        """What this server holds of the parameters."""
-        return self.assignment[self.shard]
-
-    def hold(self, values: Tensor, learned: State) -> None:
-        """Step this part of the parameters from now on."""
-        threads = max(1, (os.cpu_count() or 1) // len(self.assignment))
-        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads)
-        if self.hyper is not None:
-            self.optimizer.set_hyper(self.hyper)
-        if learned:
-            self.optimizer.load_state(learned)
 
     def give(self, order: wire.Give) -> None:
         """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
         error = ""
         try:
-            moving.give(self.folder, order, self.shard, self.layout, self.optimizer)
+            self.holding.give(order)
         except (OSError, SafetensorError) as problem:
             error = str(problem)
         self.driver.send(wire.encode(wire.Gave(self.shard, order.number, error)))
 
     def reslice(self, order: wire.Reslice) -> None:
         """The number of servers has changed: go on with another part of the parameters."""
-        values, learned = moving.take(self.folder, order.give, self.shard, self.layout, self.optimizer)
-        self.assignment = order.give.after
+        self.holding.reslice(order.give)
         self.segments.clear()
-        self.optimizer.close()
-        self.hold(values, learned)
         self.surveying = None
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
@@ -211,27 +175,19 @@ class LiveServer(ServerCarrier):
         machine, progress = self.machine, self.machine.progress
         standing = wire.Standing(
             self.surveying, self.shard, machine.view.number, progress.V, machine.version, dict(progress.next),
-            tuple(machine.waiting), bool(machine.held), self.hyper,
+            tuple(machine.waiting), bool(machine.held), self.holding.hyper,
         )  # fmt: skip
         if standing != self.surveyed:
             self.surveyed = standing
             self.driver.send(wire.encode(standing))
-
-    def restore(self, path: Path) -> tuple[Tensor, State, Restored]:
-        manifest = checkpoint.read(path)
-        values, learned = checkpoint.load_part(path, manifest, self.part)
-        same = checkpoint.assignment_of(manifest) == self.assignment
-        mine = manifest.shards[self.shard : self.shard + 1] if same else manifest.shards
-        iteration, version = min(s.iteration for s in mine), max(s.version for s in mine)
-        return values, learned, Restored(self.now(), iteration, version)
 
     def save(self, folder: Path) -> None:
         """Write this shard's part of a checkpoint. A full disk is the driver's business, not the training's end."""
         entry, error = None, ""
         try:
             V, version = self.machine.progress.V, self.machine.version
-            learned = self.optimizer.state()
-            entry = checkpoint.write_shard(folder, self.shard, self.optimizer.values, learned, V, version)
+            optimizer = self.holding.optimizer
+            entry = checkpoint.write_shard(folder, self.shard, optimizer.values, optimizer.state(), V, version)
         except (OSError, SafetensorError) as problem:
             error = str(problem)
         self.driver.send(wire.encode(wire.Saved(str(folder), self.shard, entry, error)))
@@ -245,15 +201,11 @@ class LiveServer(ServerCarrier):
                 worker: wire.WorkerStatus(pushed, self.waits.get(worker, ""), self.staleness.get(worker, 0))
                 for worker, pushed in self.machine.progress.next.items()
             }
-            self.driver.send(wire.encode(wire.Status(self.shard, status, self.hyper)))
+            self.driver.send(wire.encode(wire.Status(self.shard, status, self.holding.hyper)))
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
-        final = memory.attach(self.folder / memory.WHOLE, self.layout)
-        Segment(final, None, self.part, self.optimizer).fill(self.optimizer.values)
-        if self.optimizer.average is not None:
-            average = memory.attach(self.folder / memory.AVERAGE, self.layout)
-            Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
+        self.holding.leave()
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True
 
@@ -267,7 +219,7 @@ class LiveServer(ServerCarrier):
         if isinstance(request, wire.Fetch):
             failed = ""
             try:
-                save_file(self.optimizer.state(), self.folder / Path(request.file).name)
+                save_file(self.holding.optimizer.state(), self.folder / Path(request.file).name)
             except (OSError, SafetensorError) as problem:
                 failed = str(problem)
             self.listener.send(peer, wire.encode(wire.Fetched(request.file, failed)))
@@ -302,24 +254,20 @@ class LiveServer(ServerCarrier):
         else:
             significance = None
             if self.machine.gate.wants_significance:
-                weights = max(float(self.optimizer.values.norm()), SMALLEST)
+                weights = max(float(self.holding.optimizer.values.norm()), SMALLEST)
                 significance = segment.norm() / weights
             self.seat.tell(PushArrived(self.now(), push, significance))
 
     def adopt_hyper(self) -> None:
         """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
         said = self.said_hyper.get(min(self.alive, default=(0, 0)))
-        if said is not None and said != self.hyper:
-            self.optimizer.set_hyper(said)
-            self.hyper = said
+        if said is not None and said != self.holding.hyper:
+            self.holding.set_hyper(said)
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
         if segment is None:
-            whole = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)
-            path = memory.staging_path(self.folder, worker, incarnation)
-            staging = memory.attach(path, self.layout) if path.exists() else None
-            segment = self.segments[worker, incarnation] = Segment(whole, staging, self.part, self.optimizer)
+            segment = self.segments[worker, incarnation] = self.holding.segment(worker, incarnation)
         return segment
 
     def apply(self, action: Apply) -> None:
@@ -337,7 +285,7 @@ class LiveServer(ServerCarrier):
                 absent.append(used[-1].absent)
             self.staleness[handle.source] = action.version - 1 - handle.version
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
-        self.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
+        self.holding.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
         for segment in used:
             segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
@@ -369,7 +317,7 @@ class LiveServer(ServerCarrier):
         if self.machine.held:
             self.keep_held(segment, parameters.worker, parameters.incarnation)
         if segment.holds != parameters.version:
-            segment.fill(self.optimizer.values)
+            segment.fill(self.holding.optimizer.values)
             segment.holds = parameters.version
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.
