@@ -106,7 +106,11 @@ class Release(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Update(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The whole parameters of a peer, as they are in `handle.iteration`. (Its `nbytes` is 0: all are alike.)"""
+    """The whole parameters of a peer, in `handle.iteration`, as they are when this is sent.
+
+    `handle.version` numbers the peer's sendings, `nbytes` is 0: all are alike. A receiver keeps the parameters until
+    its machine orders `Reduce` or `Drop`.
+    """
 
     handle: Handle
 
