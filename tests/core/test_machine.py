@@ -7,22 +7,44 @@ from typing import get_args
 
 import pytest
 
-from paceline.core.actions import Action
+from paceline.core.actions import Action, Reduce, Wait
 from paceline.core.events import (
+    AckArrived,
     Event,
     GradientReady,
+    HelloArrived,
+    OfferArrived,
     ParametersArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
+    ReplyArrived,
     Restored,
     RiseArrived,
     TimerFired,
+    TokenArrived,
+    UpdateArrived,
     ViewChanged,
 )
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
-from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, Release, Rise, View
+from paceline.core.messages import (
+    Ack,
+    Handle,
+    Hello,
+    Members,
+    Node,
+    Offer,
+    Parameters,
+    Pull,
+    Push,
+    Release,
+    Reply,
+    Rise,
+    Token,
+    Update,
+    View,
+)
 from paceline.core.words import in_words
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
@@ -41,6 +63,12 @@ EVENTS: list[Event] = [
     TimerFired(0.0, 1),
     RiseArrived(0.0, Rise(0, 1, 0)),
     ReleaseArrived(0.0, Release(0, 0, 1)),
+    UpdateArrived(0.0, Update(Handle(1, 0, 0, 1, 0))),
+    TokenArrived(0.0, Token(1, 0, 1)),
+    AckArrived(0.0, Ack(1, 0, 0)),
+    HelloArrived(0.0, Hello(1, 0, 3, 4, 2)),
+    OfferArrived(0.0, Offer(Handle(1, 0, 0, 1, 0))),
+    ReplyArrived(0.0, Reply(1, 0, 0, None)),
 ]
 
 
@@ -70,6 +98,12 @@ class TestDispatch:
             ("on_timer_fired", "TimerFired"),
             ("on_rise_arrived", "RiseArrived"),
             ("on_release_arrived", "ReleaseArrived"),
+            ("on_update_arrived", "UpdateArrived"),
+            ("on_token_arrived", "TokenArrived"),
+            ("on_ack_arrived", "AckArrived"),
+            ("on_hello_arrived", "HelloArrived"),
+            ("on_offer_arrived", "OfferArrived"),
+            ("on_reply_arrived", "ReplyArrived"),
         ]
 
     def test_first_the_event_then_settle_then_check(self) -> None:
@@ -112,6 +146,7 @@ class TestDispatch:
         waiting.start()
         waiting.answer_all(0)
         actions += waiting.finish(0)
+        actions += [Reduce(0, (Handle(1, 0, 0, 1, 0),), (0.5,), 0.5), Wait(0, "waits on peer 1", (1,))]
         assert {type(action) for action in actions} == set(get_args(Action))
         for thing in [*EVENTS, *actions]:
             assert "\n" not in in_words(thing)
