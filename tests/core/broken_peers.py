@@ -125,6 +125,13 @@ class KeepsWhatIsLate(Unchecked):
         self.queue = Hoarding(rules)
 
 
+class ForgetsInSilence(Unchecked):
+    """Does not say that an update is not needed any more: whoever keeps its tensor keeps it for ever."""
+
+    def drop(self, handle: Handle, reason: str) -> None:
+        """Say nothing."""
+
+
 class DropsAndAverages(Unchecked):
     """Forgets an update that it has averaged in."""
 
@@ -212,6 +219,7 @@ CASES: list[tuple[type, str | OnGraph, set[str]]] = [
     (JumpsPastItsNeighbours, "hop:graph=ring-based,backup=1,max_gap=3,skip=10,trigger=1", {"hang"}),
     (AcksLate, "hop:graph=ring,notify_ack=true", {"hang"}),
     (KeepsWhatIsLate, "hop:graph=ring-based,backup=1,max_gap=2", {"capacity"}),
+    (ForgetsInSilence, "hop:graph=ring-based,backup=1,max_gap=2", {"handles"}),
     (DropsAndAverages, "hop:graph=ring", {"handles"}),
     (WeighsAllAlike, "hop:graph=hierarchical,machines=3:2:2", {"average"}),
     (GreetsNobody, "hop:graph=ring", {"hang"}),

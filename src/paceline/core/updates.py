@@ -60,14 +60,20 @@ class UpdateQueue:
         self.newest: dict[int, int] = {}
         """sender -> the largest iteration of an update that came from it."""
 
+        self.seen: dict[int, int] = {}
+        """sender -> the version of the last update that came from it: its sendings are numbered."""
+
     def __len__(self) -> int:
         return sum(map(len, self.held.values()))
 
     def add(self, handle: Handle) -> list[Handle]:
-        """Keep an update; those that need not be kept any longer. A copy of one that came is not kept again."""
+        """Keep an update; those that need not be kept any longer. A copy of one that came is ignored."""
         sender, iteration = handle.source, handle.iteration
-        if iteration <= self.newest.get(sender, -1):
+        if handle.version <= self.seen.get(sender, 0):
             return []
+        self.seen[sender] = handle.version
+        if iteration <= self.newest.get(sender, -1):
+            return [handle]  # sent for a beginning that was over, then again as the update of that iteration
         self.newest[sender] = iteration
         kept = self.held.setdefault(sender, {})
         before = list(kept.values()) if self.rules.staleness is not None else []
@@ -79,6 +85,7 @@ class UpdateQueue:
     def forget(self, sender: int) -> list[Handle]:
         """What came from a sender that is gone."""
         self.newest.pop(sender, None)
+        self.seen.pop(sender, None)
         return list(self.held.pop(sender, {}).values())
 
     def forget_late(self, averaged: int) -> list[Handle]:
