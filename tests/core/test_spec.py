@@ -16,7 +16,7 @@ from paceline.core.spec import Spec, parameter
 from paceline.errors import ConfigError
 from paceline.policies import ASP, BSP, CATALOGUE, SSP, Backup, parse
 
-KNOWN = "bsp, asp, ssp, dssp, pssp, backup, deadline, waiting, scheduled"
+KNOWN = "bsp, asp, ssp, dssp, pssp, backup, deadline, waiting, scheduled, hop, adpsgd"
 repeatable = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
