@@ -110,8 +110,8 @@ class Hoarding(UpdateQueue):
     def is_late(self, handle: Handle, averaged: int) -> bool:
         return False
 
-    def take(self, k: int, weights: Mapping[int, float], own: int) -> Average:
-        average = super().take(k, weights, own)
+    def take(self, k: int, weights: Mapping[int, float]) -> Average:
+        average = super().take(k, weights)
         for handle in average.late:
             self.held[handle.source][handle.iteration] = handle
         return Average(average.handles, average.weights, average.own, ())
@@ -148,7 +148,7 @@ class WeighsAllAlike(Unchecked):
 
     def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
         super().__init__(rank, graph, rules)
-        self.queue.shares = lambda taken, k, weights, own: [1.0] * (len(taken) + 1)  # type: ignore[method-assign]
+        self.queue.shares = lambda taken, k, weights: [1.0] * (len(taken) + 1)  # type: ignore[method-assign]
 
 
 class GreetsNobody(Unchecked):

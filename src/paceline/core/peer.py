@@ -224,7 +224,7 @@ class Peer(Machine):
         """Average the updates of iteration k, if they are there."""
         if not self.queue.is_enough(k, self.edges.firsts):
             return False
-        average = self.queue.take(k, self.edges.weights, self.rank)
+        average = self.queue.take(k, self.edges.weights)
         self.actions.append(Reduce(k, average.handles, average.weights, average.own))
         for handle in average.late:
             self.drop(handle, f"late: of iteration {handle.iteration}, averaged is {k}")

@@ -107,8 +107,8 @@ class UpdateQueue:
         spared = min(self.rules.backup, max(0, len(firsts) - 1))
         return len(self.missing(k, firsts)) <= spared
 
-    def take(self, k: int, weights: Mapping[int, float], own: int) -> Average:
-        """The average of iteration k; what it needs no more leaves the queue. `own` is the peer's rank."""
+    def take(self, k: int, weights: Mapping[int, float]) -> Average:
+        """The average of iteration k; what it needs no more leaves the queue."""
         rules = self.rules
         if rules.staleness is None:
             taken = [kept[k] for kept in self.held.values() if k in kept]
@@ -119,12 +119,12 @@ class UpdateQueue:
         late = [h for kept in self.held.values() for h in kept.values() if h.iteration <= k and h not in chosen]
         for handle in (*taken, *late):
             del self.held[handle.source][handle.iteration]
-        shares = self.shares(taken, k, weights, own)
+        shares = self.shares(taken, k, weights)
         total = sum(shares)
         scaled = tuple(share / total for share in shares[:-1])
         return Average(tuple(taken), scaled, 1.0 - sum(scaled), tuple(late))
 
-    def shares(self, taken: list[Handle], k: int, weights: Mapping[int, float], own: int) -> list[float]:
+    def shares(self, taken: list[Handle], k: int, weights: Mapping[int, float]) -> list[float]:
         """The weights of what was taken and, last, of the peer's own parameters; not yet to the sum of 1."""
         rules = self.rules
         if rules.staleness is not None:
