@@ -29,6 +29,11 @@ ITERATIONS = 200
 ITERATIONS_TO_TARGET = 2000
 """Each worker's limit when a target is given and `iterations` is not."""
 
+MOST_SERVERS = 1024
+"""More than any machine has use for: each is a process, and each worker talks to all of them."""
+MOST_SEED = 2**63 - 1
+"""What torch takes."""
+
 Watcher = Callable[[Point], None]
 
 
@@ -256,16 +261,16 @@ class Job:
 
 def check_members(workers: int, servers: int, seed: int) -> Members:
     check_count("workers", workers)
-    check_count("servers", servers)
-    check_count("seed", seed, least=0)
+    check_count("servers", servers, most=MOST_SERVERS)
+    check_count("seed", seed, least=0, most=MOST_SEED)
     return Members(workers, servers)
 
 
-def check_count(name: str, value: int, least: int = 1) -> int:
+def check_count(name: str, value: int, least: int = 1, most: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not a whole number ({least} or more)")
-    if value < least:
-        raise ConfigError(f"{name}={value} is out of range: {least} or more")
+    if value < least or (most is not None and value > most):
+        raise ConfigError(f"{name}={value} is out of range: {least} {'or more' if most is None else f'to {most}'}")
     return value
 
 
@@ -282,6 +287,8 @@ def check_optimizer(text: str, workload: Workload, batch: int, members: Members,
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
     layout = layout_of(trained_in(workload), spec.borders, slicing)
     spec.check(layout)
+    if members.servers > layout.numel:
+        raise ConfigError(f"servers={members.servers} is out of range: the model has {layout.numel} parameters")
     layout.slices(max(1, members.servers))
     return spec
 
@@ -293,5 +300,8 @@ def trained_in(workload: Workload) -> list[tuple[str, torch.Tensor, int]]:
 
 def check_cluster(cluster: str | Cluster, members: Members) -> Cluster:
     checked = clusters.load(cluster)
-    checked.validate(members.workers)
+    try:
+        checked.validate(members.workers)
+    except ConfigError as error:
+        raise ConfigError(f"{checked.source}: {error}" if checked.source else str(error)) from None
     return checked

@@ -131,6 +131,12 @@ class Run:
         return barriers(self.trace)
 
     @property
+    def diverged(self) -> bool:
+        """Whether its last loss is no number any more."""
+        losses = [point.loss for point in self.history if point.loss is not None]
+        return bool(losses) and not math.isfinite(losses[-1])
+
+    @property
     def imbalance(self) -> float:
         """How many times the mean the largest server's slice is; 1 when all are equal."""
         return imbalance(self.trace.header.slice_bytes)
@@ -173,6 +179,7 @@ class Run:
             "bytes": metrics.bytes,
             **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
+            **({"diverged": True} if self.diverged else {}),
             "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
@@ -187,7 +194,16 @@ class Run:
             for point in self.history
         ]
         lanes = spans(self.trace, self.time_s)
-        return RunView(self.policy, self.runtime, history, self.summary(), lanes, self.barriers, self.peers())
+        return RunView(
+            self.policy,
+            self.runtime,
+            history,
+            self.summary(),
+            lanes,
+            self.barriers,
+            self.peers(),
+            self.metrics.staleness_counts,
+        )
 
     def peers(self) -> PeersView | None:
         """How far apart the peers were, and might have been; None where there were servers."""

@@ -24,8 +24,8 @@ from paceline.core.worker import Worker
 class ShardAlone:
     """One shard of a run whose workers are all there, and have got their first parameters."""
 
-    def __init__(self, policy: CentralPolicy, workers: int, rank: int = 0, started: bool = True) -> None:
-        self.machine = policy.machine("server", rank, Members(workers, rank + 1), 0)
+    def __init__(self, policy: CentralPolicy, workers: int, rank: int = 0, started: bool = True, seed: int = 0) -> None:
+        self.machine = policy.machine("server", rank, Members(workers, rank + 1), seed)
         assert isinstance(self.machine, Shard)
         self.shard: Shard = self.machine
         self.shard.checks = True

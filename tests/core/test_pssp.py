@@ -14,6 +14,7 @@ from paceline.core.events import PullArrived, PushArrived, ViewChanged
 from paceline.core.gate import coin
 from paceline.core.messages import Handle, Members, Pull, Push, View
 from paceline.core.policy import CentralPolicy
+from paceline.core.progress import Progress
 from paceline.core.shard import Shard
 from paceline.policies import ASP, PSSP, SSP
 from paceline.testing import play
@@ -169,3 +170,13 @@ def share_parked(policy: PSSP, servers: int) -> float:
     assert len(asked) > 400
     assert stopped <= asked
     return len(stopped) / len(asked)
+
+
+def test_who_comes_back_is_not_judged_by_what_its_last_life_pushed() -> None:
+    policy = PSSP(staleness=0, significance=True)
+    gate = policy.gate(0, Members(2, 1), 0)
+    gate.note_push(Handle(0, 0, 3, 0, 8), 0.0, 1e9)
+    progress = Progress()
+    assert not gate.may_pull(0, 0, progress)
+    gate.forget(0)
+    assert gate.may_pull(0, 0, progress)

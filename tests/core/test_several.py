@@ -6,6 +6,7 @@ import pytest
 
 from paceline.core.actions import Answer, Apply, Drop
 from paceline.core.events import PullArrived, PushArrived, Restored, ViewChanged
+from paceline.core.gate import coin
 from paceline.core.messages import Handle, Members, Pull, Push, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
@@ -130,6 +131,29 @@ class TestSwitch:
         shard.iterate(1, 3)
         assert dropped(shard.push(2, 3))
 
+    def test_who_was_parked_owes_nothing(self) -> None:
+        """What it computes after its release, it computes under the new policy: late is late."""
+        seed = next(s for s in range(99) if coin(s, 0, 0) < 0.5 <= min(coin(s, 1, 0), coin(s, 1, 1)))
+        policy = central("pssp:staleness=0,c=0.5,lazy=true@0,backup:extra=1@1")
+        shard = ShardAlone(policy, workers=3, seed=seed)
+        assert parked(shard.iterate(0, 0))
+        for worker, iteration in ((1, 0), (1, 1)):
+            assert not parked(shard.iterate(worker, iteration)), "they won the toss"
+        assert (0, 2) in answered(shard.iterate(2, 0)), "released by the switch"
+        shard.iterate(1, 2)
+        shard.iterate(2, 2)
+        assert shard.V == 3
+        assert dropped(shard.push(0, 2))
+
+    def test_whose_own_pull_brings_the_switch_owes_nothing(self) -> None:
+        shard = ShardAlone(central("asp@0,backup:extra=1@1"), workers=3)
+        for worker, iteration in ((0, 0), (0, 1), (0, 2), (1, 0)):
+            shard.iterate(worker, iteration)
+        assert answered(shard.pull(2, 1)) == [(2, 3)], "another shard had sent it past iteration 0"
+        shard.iterate(0, 3)
+        shard.iterate(1, 3)
+        assert dropped(shard.push(2, 3))
+
     def test_held_gradients_are_applied_and_a_mean_divides_by_the_members(self) -> None:
         """A restored shard hears of iterations beyond the switch while it is before it."""
         shard = Shard(central("bsp@0,asp@5"), 0, Members(3, 1))
@@ -213,6 +237,15 @@ class AppliesAllThatIsLate(Shard):
         self.owing = self.Unforgiving(self.owing)
 
 
+class TheParkedOweToo(Shard):
+    """Whoever was parked at a switch may be late once, with a gradient computed under the new policy."""
+
+    def switch(self, policy: CentralPolicy) -> None:
+        parked = {worker for worker in self.waiting if self.progress.next[worker] < max(self.progress.next.values())}
+        super().switch(policy)
+        self.owing |= parked
+
+
 class ForgetsTheParked(Shard):
     def switch(self, policy: CentralPolicy) -> None:
         self.waiting.clear()
@@ -236,6 +269,7 @@ class NeverSwitches(Shard):
     [
         (ForgetsWhatIsOwed, "asp@0,bsp@4", "late"),
         (AppliesAllThatIsLate, "asp@0,backup:extra=1@2", "mean"),
+        (TheParkedOweToo, "pssp:staleness=0,c=0.5,lazy=true@0,backup:extra=1@2", "mean"),
         (ForgetsTheParked, "ssp:staleness=1@0,asp@4", "parked"),
         (StaysBehind, "asp@0,bsp@4", "mean"),
         (NeverSwitches, "asp@0,pssp:staleness=0,c=1@3", "bound"),

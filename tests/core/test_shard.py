@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from paceline.core.actions import Answer, Apply
-from paceline.core.events import PullArrived, Restored, ViewChanged
+from paceline.core.events import PullArrived, PushArrived, Restored, ViewChanged
 from paceline.core.machine import IllegalEvent, InvariantViolated
-from paceline.core.messages import Handle, Members, Parameters, Pull, View
+from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
 from paceline.errors import ConfigError
@@ -19,6 +19,15 @@ from .drive import ShardAlone, answered, answers, dropped, parked, state_of
 
 
 class TestShard:
+    @pytest.mark.parametrize("held", [9, 11, 15])
+    def test_a_restored_shard_behind_its_workers_takes_their_gradients_as_fresh(self, held: int) -> None:
+        shard = Shard(ASP(staleness_weighted=True), 0, Members(2, 1))
+        shard.handle(Restored(0.0, 5, 10))
+        shard.handle(ViewChanged(0.0, View(1, ((0, 0), (1, 0)))))
+        (step,) = shard.handle(PushArrived(0.0, Push(Handle(0, 0, 7, held, 8))))
+        assert isinstance(step, Apply)
+        assert step.weight == (0.5 if held > 9 else 0.25)
+
     def test_a_view_that_is_not_newer_changes_nothing(self) -> None:
         shard = ShardAlone(BSP(), workers=2)
         shard.iterate(0, 0)

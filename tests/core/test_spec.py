@@ -143,7 +143,7 @@ class TestErrors:
             ("sample:share=nan", "sample:share=nan is out of range: from 0 to 1"),
             ("sample:share=1/0", "sample:share=1/0 is not a number (from 0 to 1)"),
             ("sample:whole=1000001", "sample:whole=1000001 is out of range: from -5 to 1000000"),
-            ("sample:sure=perhaps", "sample:sure=perhaps is not true or false (any)"),
+            ("sample:sure=perhaps", "sample:sure=perhaps is not true or false"),
             ("sample:limit=0", "sample:limit=0 is out of range: 1 or more"),
             ("sample:row=1:-2:3", "sample:row=-2 is out of range: 0 or more"),
         ],

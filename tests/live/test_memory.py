@@ -89,6 +89,19 @@ def test_a_segment_of_the_wrong_size_is_refused() -> None:
     folder.remove()
 
 
+def test_what_a_killed_process_had_kept_back_is_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = TraceFile(tmp_path, Node("worker", 3), 0)
+    record = Record(Node("worker", 3), 0, ViewChanged(0.0, View(1, ())), ())
+    clock = iter((1000.0, 1000.0, 1000.01, 1000.02, 1001.0, 1001.0, 1001.0))
+    monkeypatch.setattr("paceline.runtime.live.recording.time.monotonic", lambda: next(clock))
+    sizes = []
+    for _ in range(4):
+        trace.write(record)
+        sizes.append(trace.path.stat().st_size)
+    assert sizes == [sizes[0], sizes[0], sizes[0], 4 * sizes[0]], "the first at once, the others now and then"
+    trace.close()
+
+
 def test_a_trace_that_finds_no_room_ends_and_says_so_once(tmp_path: Path, capfd) -> None:
     trace = TraceFile(tmp_path, Node("worker", 3), 0)
     trace.file.close()

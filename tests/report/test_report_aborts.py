@@ -56,9 +56,9 @@ def by_hand() -> Trace:
 def test_the_lane_has_what_was_lost_and_what_it_was_for() -> None:
     found = [(s.kind, s.start_s, s.end_s, s.iteration, s.uncovered) for s in spans(by_hand())]
     assert found == [
-        ("exchange", 0.0, 1.0, -1, 0),
+        ("pull", 0.0, 1.0, -1, 0),
         ("aborted", 1.0, 3.0, 1, 4.0),
-        ("exchange", 3.0, 4.0, 1, 0),
+        ("pull", 3.0, 4.0, 1, 0),
         ("compute", 4.0, 8.0, 1, 0),
     ]
 

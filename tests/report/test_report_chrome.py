@@ -48,3 +48,11 @@ def test_chrome_trace(simulate):
 
 def test_no_runs():
     assert json.loads(chrome_trace([]))["traceEvents"] == []
+
+
+def test_who_joins_later_has_a_name(simulate):
+    trace = simulate("asp", [1.0, 1.0, 1.0, 1.0], workers=2, until_s=4.0, views=[(2.0, ((0, 0), (3, 0)))])
+    entries = json.loads(chrome_trace([("asp", trace)]))["traceEvents"]
+    names = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+    assert {entry["tid"] for entry in entries if entry["ph"] == "X"} <= names.keys()
+    assert names[1 + 1 + 3] == "worker 3"

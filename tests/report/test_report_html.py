@@ -11,11 +11,12 @@ import pytest
 
 from paceline.report import html as page
 from paceline.report.charts import axis
+from paceline.report.histograms import bar_width, gathered
 from paceline.report.html import RunView, render, write
 from paceline.report.lanes import Span
 from paceline.report.markup import count, seconds, share
 from paceline.report.metrics import measure, spans
-from paceline.report.timeline import MOST_BARS, condense
+from paceline.report.timeline import MOST_BARS, condense, shown
 from paceline.report.view import labels, speed_up, target_of, verdict
 
 VOID = {"meta", "wbr"}
@@ -308,3 +309,42 @@ def test_seconds(value, said):
 def test_counts_and_shares():
     assert (count(12400), count(2.5), count(7.0)) == ("12\u202f400", "2.5", "7")
     assert (share(0.0), share(0.0001), share(0.032), share(0.674)) == ("0 %", "<0.1 %", "3.2 %", "67 %")
+
+
+class TestStaleness:
+    def test_bars_stand_for_one_value_or_for_many(self):
+        assert [bar_width(largest) for largest in (0, 39, 40, 100, 999, 2500)] == [1, 1, 2, 5, 50, 100]
+        assert gathered({0: 5, 1: 1, 7: 2, 30: 1}, width=2, bars=4) == [6, 0, 0, 3]
+
+    def test_a_histogram_for_each_run_that_has_one(self, simulate):
+        traces = [simulate(policy, [1.0, 1.0, 3.0], until_s=20.0) for policy in ("bsp", "asp")]
+        runs = [view("bsp", trace=traces[0]), view("asp", trace=traces[1]), view("empty")]
+        for run, trace in zip(runs, traces, strict=False):
+            run.staleness = measure(trace).staleness_counts
+        page = Page(render(runs, {}))
+        assert page.count("figure", **{"class": "histogram"}) == 2
+        assert "How stale the gradients were" in page.text
+        assert "staleness 0: 100 %" in page.text
+        assert f"at most {max(runs[1].staleness)}" in page.text
+
+    def test_what_lies_far_out_is_in_the_last_bar(self):
+        run = view("asp")
+        run.staleness = {0: 900, 1: 899, 5000: 1}
+        assert "staleness 1 or more: 50 %" in Page(render([run], {})).text
+
+    def test_without_any_there_is_no_section(self):
+        assert "How stale" not in Page(render([view("asp")], {})).text
+
+
+def test_a_long_name_is_not_a_column_heading():
+    mine = "/home/somebody/a/long/way/down/policies.py:Mine:length=2"
+    page = Page(render([view(mine), view("asp")], {})).text
+    assert "vs the first" in page
+    assert f"vs {mine}" not in page
+
+
+def test_all_of_it_is_not_called_the_first_part():
+    run = view("bsp")
+    run.spans = [Span(0, 0, "compute", 0.0, 5.9531)]
+    assert shown(run, 1, 5.9527) == "all 5.95 s"
+    assert shown(run, 1, 3.0) == "first 3.00 s of 5.95 s"

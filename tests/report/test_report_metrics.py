@@ -10,8 +10,10 @@ import pytest
 from paceline.core.actions import Answer, Apply, Compute, Drop, Park
 from paceline.core.events import GradientReady, ParametersArrived, PullArrived, PushArrived, ViewChanged
 from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, View
+from paceline.core.progress import name_workers
 from paceline.core.trace import Header, Record, Trace
 from paceline.report.metrics import Span, measure, spans, template
+from paceline.report.staleness import staleness_by_shard
 
 POLICIES = ["bsp", "asp", "ssp:staleness=0", "ssp:staleness=2", "backup:extra=1"]
 
@@ -40,16 +42,16 @@ def test_bsp_two_workers(simulate):
     assert metrics.waiting_by_reason == {"iteration # lacks worker #": 4.0}
 
 
-def test_latency_is_exchange_and_a_run_may_end_while_a_worker_waits(simulate):
+def test_latency_is_push_or_pull_and_a_run_may_end_while_a_worker_waits(simulate):
     trace = simulate("bsp", [1.0, 3.0], servers=2, latency_s=0.5, until_s=7.0)
     assert lane(trace, 0, time_s=7.0) == [
-        ("exchange", 0.0, 1.0, -1, -1),
+        ("pull", 0.0, 1.0, -1, -1),
         ("compute", 1.0, 2.0, 0, -1),
-        ("exchange", 2.0, 2.5, 0, -1),
+        ("push", 2.0, 2.5, 0, -1),
         ("wait", 2.5, 4.5, 0, 1),
-        ("exchange", 4.5, 5.0, 0, -1),
+        ("pull", 4.5, 5.0, 0, -1),
         ("compute", 5.0, 6.0, 1, -1),
-        ("exchange", 6.0, 6.5, 1, -1),
+        ("push", 6.0, 6.5, 1, -1),
         ("wait", 6.5, 7.0, 1, -1),
     ]
     assert lane(trace, 1, time_s=7.0)[-1] == ("compute", 5.0, 7.0, 1, -1)
@@ -141,7 +143,7 @@ def record(role, rank, event, *actions, incarnation=0):
 
 
 def by_hand(*records, servers=2):
-    view = record("worker", 0, ViewChanged(0.0, View(1, ((0, 0), (1, 0)))))
+    view = record("worker", 0, ViewChanged(0.0, View(1, ((0, 0),))))
     return Trace(Header("live", "bsp", Members(2, servers), 0, (8,) * servers), [view, *records])
 
 
@@ -171,9 +173,9 @@ def test_waits_on_several_shards_are_one_wait_with_the_last_answer_s_reason():
         released(2.0, 0, 1), released(3.0, 1, 2), compute(3.5, 1),
     )  # fmt: skip
     assert spans(trace)[1:] == [
-        Span(0, 0, "exchange", 1.0, 1.1, 0),
+        Span(0, 0, "push", 1.0, 1.1, 0),
         Span(0, 0, "wait", 1.1, 3.0, 0, "second", 2, 1),
-        Span(0, 0, "exchange", 3.0, 3.5, 0),
+        Span(0, 0, "pull", 3.0, 3.5, 0),
     ]
 
 
@@ -191,7 +193,7 @@ def test_waits_apart_stay_apart():
         parked(2.0, 1, "b"), released(3.0, 1, 2), compute(3.0, 1),
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s, s.cause) for s in spans(trace)[1:]] == [
-        ("wait", 1.0, 1.5, 1), ("exchange", 1.5, 2.0, -1), ("wait", 2.0, 3.0, 2),
+        ("wait", 1.0, 1.5, 1), ("pull", 1.5, 2.0, -1), ("wait", 2.0, 3.0, 2),
     ]  # fmt: skip
 
 
@@ -201,7 +203,19 @@ def test_clocks_that_disagree_make_no_overlap():
         compute(0.0, 0), parked(0.9, 0, "early"), ready(1.0, 0), released(2.0, 0, 1), compute(2.5, 1)
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
-        ("compute", 0.0, 1.0), ("wait", 1.0, 2.0), ("exchange", 2.0, 2.5),
+        ("compute", 0.0, 1.0), ("wait", 1.0, 2.0), ("pull", 2.0, 2.5),
+    ]  # fmt: skip
+
+
+def test_the_last_shard_to_get_the_gradient_ends_the_push():
+    push = Push(Handle(0, 0, 0, 0, 4))
+    answer = Answer(Parameters(0, 0, 0, 1, 1, False), "", -1)
+    trace = by_hand(
+        compute(0.0, 0), ready(1.0, 0), record("server", 0, PushArrived(1.25, push), answer),
+        record("server", 1, PushArrived(1.75, push)), compute(2.0, 1),
+    )  # fmt: skip
+    assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
+        ("compute", 0.0, 1.0), ("push", 1.0, 1.75), ("pull", 1.75, 2.0),
     ]  # fmt: skip
 
 
@@ -284,7 +298,10 @@ def test_metrics_agree_with_a_slow_reading_of_the_trace(simulate, policy, seed):
     ("reason", "expected"),
     [
         ("2 ahead of worker 1, bound 1", "# ahead of worker #, bound #"),
-        ("12 ahead of workers 1, 2, 5, 6 and 3 more, bound 10", "# ahead of worker #, bound #"),
+        *(
+            (f"12 ahead of {name_workers((1, 2, 5, 6), count)}, bound 10", "# ahead of worker #, bound #")
+            for count in (4, 5, 7)
+        ),
         ("iteration 7 lacks workers 1, 2", "iteration # lacks worker #"),
         ("rand 0.25 below 1e-05", "rand # below #"),
         ("no numbers", "no numbers"),
@@ -297,9 +314,9 @@ def test_template(reason, expected):
 def test_a_life_without_a_farewell_ends_with_its_last_record():
     """No view dropped incarnation 0, yet incarnation 1 is there."""
     trace = by_hand(compute(0.5, 0), ready(1.0, 0))
-    trace.records.append(record("worker", 0, ViewChanged(4.0, View(1, ((0, 0), (1, 0)))), incarnation=1))
+    trace.records.append(record("worker", 0, ViewChanged(4.0, View(1, ((0, 0),))), incarnation=1))
     assert [(s.kind, s.start_s, s.end_s, s.incarnation) for s in spans(trace, time_s=5.0)] == [
-        ("exchange", 0.0, 0.5, 0), ("compute", 0.5, 1.0, 0), ("dead", 1.0, 4.0, 0), ("exchange", 4.0, 5.0, 1),
+        ("pull", 0.0, 0.5, 0), ("compute", 0.5, 1.0, 0), ("dead", 1.0, 4.0, 0), ("pull", 4.0, 5.0, 1),
     ]  # fmt: skip
 
 
@@ -309,8 +326,8 @@ def test_a_shard_whose_clock_is_ahead_answers_after_the_worker_goes_on():
         ready(3.0, 1), compute(3.5, 2),
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
-        ("compute", 0.0, 1.0), ("exchange", 1.0, 1.5), ("wait", 1.5, 2.0),
-        ("compute", 2.0, 3.0), ("exchange", 3.0, 3.5),
+        ("compute", 0.0, 1.0), ("push", 1.0, 1.5), ("wait", 1.5, 2.0),
+        ("compute", 2.0, 3.0), ("push", 3.0, 3.5),
     ]  # fmt: skip
 
 
@@ -319,5 +336,26 @@ def test_records_out_of_order_make_no_overlap():
         compute(0.0, 0), ready(1.0, 0), parked(1.5, 0, "x"), released(2.5, 0, 1), compute(2.0, 1), ready(3.0, 1)
     )  # fmt: skip
     assert [(s.kind, s.start_s, s.end_s) for s in spans(trace)] == [
-        ("compute", 0.0, 1.0), ("exchange", 1.0, 1.5), ("wait", 1.5, 2.0), ("compute", 2.0, 3.0),
+        ("compute", 0.0, 1.0), ("push", 1.0, 1.5), ("wait", 1.5, 2.0), ("compute", 2.0, 3.0),
     ]  # fmt: skip
+
+
+def test_a_shard_that_was_restored_behind_its_workers_makes_nothing_less_than_fresh():
+    applied = Record(
+        Node("server", 0),
+        1,
+        PushArrived(1.0, Push(Handle(0, 0, 9, 18, 10))),
+        (Apply((Handle(0, 0, 9, 18, 10),), 1.0, 11),),
+    )
+    trace = Trace(Header("live", "asp", Members(1, 1), 0, (100,)), [applied])
+    assert measure(trace).staleness["min"] == 0
+    assert staleness_by_shard(trace)[0]["min"] == 0
+
+
+def test_a_worker_whose_records_were_lost_has_its_lane_and_its_iterations(simulate):
+    """Killed before it had written anything down: the shards saw it."""
+    whole = simulate("asp", [1.0, 1.0], until_s=9.0, views=[(4.5, ((0, 0),))], kill=[(4.5, 1, 0)])
+    lost = Trace(whole.header, [record for record in whole if record.node != Node("worker", 1)])
+    assert measure(lost).iterations == measure(whole).iterations
+    mine = [(span.kind, span.start_s, span.end_s) for span in spans(lost) if span.worker == 1]
+    assert mine == [("exchange", 0.0, 4.5), ("dead", 4.5, 9.0)]

@@ -74,7 +74,7 @@ def test_it_takes_as_long_as_with_tensors_over_slow_links(policy: str) -> None:
 def test_with_checks_it_is_the_same_and_can_be_played_again(policy: str) -> None:
     bare, checked = timed(policy), timed(policy, checked=True)
     assert (bare.engine.now, bare.updates, len(bare.trace)) == (checked.engine.now, checked.updates, 0)
-    assert len(checked.trace) == checked.engine.sequence
+    assert len(checked.trace) == checked.engine.happened
     header = checked.trace.header
     assert replay(checked.trace, lambda node, _: policies.parse(header.policy).machine(*node, header.members, 0)) == []
 

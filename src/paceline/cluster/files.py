@@ -52,6 +52,8 @@ from paceline.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "scenarios"
 TABLES = ("slowdown", "link", "edge", "fault", "servers")
+OF_ALL = tuple(field.name for field in spec.text_fields(Cluster))
+"""Keys that every model has: they say what the cluster is, not who is slower by how much."""
 
 
 class When(Struct, frozen=True):
@@ -96,7 +98,8 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the scenario {str(path)!r} is not TOML: {error}") from None
     try:
-        return from_table({**table, **(changes or {})}, path.parent)
+        cluster = from_table({**table, **(changes or {})}, path.parent)
+        return dataclasses.replace(cluster, source=f"the scenario {str(path)!r}")
     except ConfigError as error:
         raise ConfigError(f"the scenario {str(path)!r}: {error}") from None
 
@@ -130,7 +133,7 @@ def to_table(cluster: Cluster) -> dict[str, Any]:
     table["slowdown"] = []
     for slowdown in cluster.also:
         when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
-        model = {key: value for key, value in to_table(slowdown.model).items() if key not in TABLES}
+        model = {key: value for key, value in to_table(slowdown.model).items() if key not in (*TABLES, *OF_ALL)}
         table["slowdown"].append({**model, **msgspec.to_builtins(when)})
     for each in table["fault"] + table["servers"] + table["link"] + table["edge"] + table["slowdown"]:
         for key in [key for key, value in each.items() if value is None or value == math.inf]:
@@ -148,6 +151,9 @@ def _model(table: dict[str, Any], folder: Path | None) -> Cluster:
     name = table.pop("model", "steady")
     if not isinstance(name, str) or name not in CATALOGUE:
         raise ConfigError(f"unknown cluster {name!r} (known: {', '.join(CATALOGUE)})")
+    empty = next((key for key, value in table.items() if value == []), None)
+    if empty is not None:
+        raise ConfigError(f"{empty} is an empty list: give one value or more")
     if folder is not None and isinstance(table.get("file"), str):
         table["file"] = str((folder / table["file"]).resolve())
     return spec.build(CATALOGUE[name], {key: _as_text(value) for key, value in table.items()})
@@ -157,6 +163,9 @@ def _slowdown(table: Mapping[str, Any], number: int, folder: Path | None) -> Slo
     label = f"[[slowdown]] {number}"
     keys = When.__struct_fields__
     when = happenings.read(When, {key: value for key, value in table.items() if key in keys}, label)
+    useless = next((key for key in table if key in OF_ALL), None)
+    if useless is not None:
+        raise ConfigError(f"{label}: {useless} is of the whole scenario, write it above the tables")
     try:
         model = _model({key: value for key, value in table.items() if key not in keys}, folder)
     except ConfigError as error:

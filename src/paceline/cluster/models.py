@@ -58,6 +58,8 @@ class Cluster(Spec):
     """Connections between two peers that are worse than the others (virtual, policies of peers)."""
     also: tuple[Slowdown, ...] = dataclasses.field(default=(), kw_only=True)
     """Further slowdowns; the factors multiply."""
+    source: str = dataclasses.field(default="", kw_only=True, compare=False, repr=False)
+    """Where it was read, in words, if in a file."""
 
     def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
         """The slowdown factors of one worker, iteration after iteration."""

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paceline.report.view import RunView, baseline_of, divergence, speed_up, target_of
 from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.tensors.layout import imbalance
 
@@ -76,6 +77,8 @@ def tell_result(run: Run) -> None:
         what += f", accuracy {last.accuracy:.3f}"
     elif last is not None and last.loss is not None:
         what += f", loss {last.loss:.4g}"
+    if run.diverged:
+        what += f", {divergence(in_table(run))}"
     console.print(f"{run.policy}: {what}", soft_wrap=True)
 
 
@@ -84,24 +87,30 @@ def short(policy: str) -> str:
     return policy.partition(":")[0].rpartition("/")[2]
 
 
+def in_table(run: Run) -> RunView:
+    """The run as the report's rules see it: what may be compared with what."""
+    return RunView(run.policy, run.runtime, [], run.summary(), [])
+
+
 def show_table(runs: list[Run], title: str) -> None:
     """The comparison. Speed-up is over bsp where it is among them, else over the first."""
-    base = next((run for run in runs if run.policy == "bsp"), runs[0])
-    by_target = runs[0].target is not None
+    views = [in_table(run) for run in runs]
+    base = runs[baseline_of(0, views)]
+    target = target_of({"target": str(runs[0].target)}) if runs[0].target is not None else None
     # Narrow enough for 80 columns.
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0))
     headings = ["time\nwaiting", "staleness\nmean / max", "dropped\ngradients", "final\naccuracy"]
     if len(runs) > 1:
         headings.insert(0, f"speed-up\nover {short(base.policy)}")
-    headings.insert(0, f"time to\n{runs[0].target}" if by_target else "time")
+    headings.insert(0, f"time to\n{runs[0].target}" if target else "time")
     table.add_column("policy", overflow="fold")
     for heading in headings:
         widest = max(map(len, heading.splitlines()))
         table.add_column(heading, justify="right", no_wrap=True, min_width=widest)
-    for run in runs:
+    for index, run in enumerate(runs):
         metrics, last = run.metrics, run.history[-1] if run.history else None
         accuracy = last.accuracy if last is not None else None
-        time_s, base_s = (run.time_to_target_s, base.time_to_target_s) if by_target else (run.time_s, base.time_s)
+        time_s = run.time_to_target_s if target else run.time_s
         cells = [
             f"{100 * metrics.wait_share:.0f} %",
             f"{metrics.staleness['mean']:.1f} / {metrics.staleness['max']:.0f}",
@@ -109,9 +118,13 @@ def show_table(runs: list[Run], title: str) -> None:
             f"{accuracy:.3f}" if accuracy is not None else "-",
         ]
         if len(runs) > 1:
-            cells.insert(0, f"{base_s / time_s:.2f}x" if time_s and base_s else "-")
+            times = speed_up(index, views, target)
+            cells.insert(0, f"{times:.2f}x" if times is not None else "-")
         table.add_row(run.policy, f"{time_s:.2f} s" if time_s is not None else "missed", *cells)
     console.print(table)
+    for view in views:
+        if said := divergence(view):
+            console.print(f"{view.policy} {said}", soft_wrap=True)
 
 
 def tell_evaluated(runs: list[Run]) -> None:

@@ -45,6 +45,10 @@ class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
     weight: float
     version: int
 
+    def staleness(self, handle: Handle) -> int:
+        """Versions made since the parameters of one of its gradients were read. A restored shard may be behind them."""
+        return max(0, self.version - 1 - handle.version)
+
 
 class Drop(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Shard, peer: forget this gradient or update; it must not touch the parameters."""

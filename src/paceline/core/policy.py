@@ -59,10 +59,10 @@ class CentralPolicy(Policy):
             cls.name = cls.__name__.lower()
 
     def may_pull(self, i: int, V: int) -> bool:
-        raise NotImplementedError
+        raise ConfigError(f"{self} does not say who may read: it lacks may_pull(self, i, V)")
 
     def freed_at(self, i: int, V: int) -> int:
-        raise NotImplementedError
+        raise ConfigError(f"{self} makes workers wait but does not say until which V: it lacks freed_at(self, i, V)")
 
     def finishes(self, there: int, expected: int, workers: int) -> bool:
         """All that are expected, unless a policy says otherwise.

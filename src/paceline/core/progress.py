@@ -136,7 +136,9 @@ class Progress:
 
 
 def name_workers(names: tuple[int, ...], count: int) -> str:
-    """'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 others'."""
+    """'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 others', 'nobody'."""
+    if not names:
+        return "nobody"
     listed = ", ".join(str(name) for name in names)
     others = count - len(names)
     more = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""

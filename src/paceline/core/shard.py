@@ -149,7 +149,8 @@ class Shard(Machine):
         if self.policy.on_arrival or handle.iteration < self.progress.V:
             weight = 1.0 / len(self.incarnations)
             if self.weighted:
-                weight /= 1 + self.version - handle.version
+                # A shard that was restored may be behind what its workers have read.
+                weight /= 1 + max(0, self.version - handle.version)
             self.apply((handle,), weight)
         else:
             self.held.setdefault(handle.iteration, []).append(handle)
@@ -232,10 +233,10 @@ class Shard(Machine):
         if asked <= self.asked.get(pull.worker, NOTHING):
             return
         self.asked[pull.worker] = asked
-        self.owing.discard(pull.worker)
         self.mover = pull.worker
         self.note_promise(pull)
         self.settle()
+        self.owing.discard(pull.worker)
         i = pull.iteration - 1
         # Whoever asks again for the same iteration was allowed to begin it: it waits for nobody.
         if pull.attempt or self.gate.may_pull(pull.worker, i, self.progress):
@@ -298,7 +299,8 @@ class Shard(Machine):
             self.apply(in_rank_order(handles), min(1.0, len(handles) / len(self.incarnations)))
         V = progress.V
         to = max(V, *progress.next.values())
-        self.owing |= {worker for worker, at in progress.next.items() if V <= at < to}
+        # Whoever is parked has pushed already: what it computes next, it computes under the new policy.
+        self.owing |= {worker for worker, at in progress.next.items() if V <= at < to and worker not in self.waiting}
         progress.jump(to)
         self.adopt(policy)
         self.parked.clear()

@@ -51,8 +51,7 @@ class Spec:
         types_of = typing.get_type_hints(type(self))
         for field in text_fields(self):
             label, value = f"{self.name}:{field.name}", getattr(self, field.name)
-            if types_of[field.name] is int and (not isinstance(value, int) or isinstance(value, bool)):
-                raise ConfigError(f"{label}={write_value(value)} is not a whole number ({describe_range(field)})")
+            check_type(label, value, types_of[field.name], field)
             check_range(label, value, field)
 
     def __str__(self) -> str:
@@ -72,6 +71,34 @@ def is_quiet(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("quiet"))
 
 
+NOUNS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def check_type(label: str, value: Any, wanted: Any, field: dataclasses.Field[Any]) -> None:
+    """Refuse a value of another type than its field has, whether it came from a text or from Python."""
+    wanted, may_be_none = without_none(wanted)
+    if value is None and may_be_none:
+        return
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(value, tuple) or not value:
+            raise ConfigError(f"{label}={write_value(value)} is not a list of one or more values, as 1:2:4")
+        for item in value:
+            check_type(label, item, typing.get_args(wanted)[0], field)
+        return
+    allowed = {float: (int, float)}.get(wanted, wanted)
+    # A bool is an int to Python, and to nobody else.
+    if not isinstance(value, allowed) or (isinstance(value, bool) and wanted is not bool):
+        written = write_value(value) if isinstance(value, int | float) else repr(value)
+        raise ConfigError(f"{label}={written} is not {NOUNS.get(wanted, 'a value')}{in_brackets(field)}")
+
+
+def without_none(wanted: Any) -> tuple[Any, bool]:
+    """The type a field has when it is not None, and whether it may be."""
+    if typing.get_origin(wanted) in (types.UnionType, typing.Union) and type(None) in typing.get_args(wanted):
+        return next(choice for choice in typing.get_args(wanted) if choice is not type(None)), True
+    return wanted, False
+
+
 def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
     low, high = field.metadata.get("low"), field.metadata.get("high")
     for number in value if isinstance(value, tuple) else (value,):
@@ -80,6 +107,12 @@ def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
         outside = (low is not None and number < low) or (high is not None and number > high)
         if outside or not math.isfinite(number):
             raise ConfigError(f"{label}={write_value(number)} is out of range: {describe_range(field)}")
+
+
+def in_brackets(field: dataclasses.Field[Any]) -> str:
+    """The range, behind a message; nothing where there is none."""
+    bounded = field.metadata.get("low") is not None or field.metadata.get("high") is not None
+    return f" ({describe_range(field)})" if bounded else ""
 
 
 def describe_range(field: dataclasses.Field[Any]) -> str:
@@ -153,14 +186,11 @@ def _split_commas(text: str) -> list[str]:
 
 
 def _read(text: str, wanted: Any, label: str, field: dataclasses.Field[Any]) -> Any:
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin in (types.UnionType, typing.Union) and type(None) in inner:
-        if text.lower() == "none":
-            return None
-        wanted = next(choice for choice in inner if choice is not type(None))
-        origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin is tuple:
-        return tuple(_read(part, inner[0], label, field) for part in text.split(":"))
+    wanted, may_be_none = without_none(wanted)
+    if may_be_none and text.lower() == "none":
+        return None
+    if typing.get_origin(wanted) is tuple:
+        return tuple(_read(part, typing.get_args(wanted)[0], label, field) for part in text.split(":"))
     if wanted is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if wanted is str:
@@ -173,8 +203,7 @@ def _read(text: str, wanted: Any, label: str, field: dataclasses.Field[Any]) -> 
             return float(above) / float(below) if slash else float(text)
     except (ValueError, ZeroDivisionError):
         pass
-    noun = {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "a value")
-    raise ConfigError(f"{label}={text} is not {noun} ({describe_range(field)})")
+    raise ConfigError(f"{label}={text} is not {NOUNS.get(wanted, 'a value')}{in_brackets(field)}")
 
 
 def write_value(value: Any) -> str:

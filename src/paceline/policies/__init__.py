@@ -48,27 +48,29 @@ def parse(policy: str | Policy) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise ConfigError(f"a policy is a text like 'ssp:staleness=3' or a Policy, got {policy!r}")
-    if PHASE.search(policy):
-        return parse_switch(policy)
-    return parse_mix(policy)
+    text, files = own.hide_files(policy)
+    if PHASE.search(text):
+        return parse_switch(text, files)
+    return parse_mix(text, files)
 
 
-def parse_switch(text: str) -> Switch:
+def parse_switch(text: str, files: list[str]) -> Switch:
     phases, end = [], 0
     for phase in PHASE.finditer(text):
         if phase.start() != end:
             break
-        phases.append((central(parse_mix(phase[1])), int(phase[2])))
+        phases.append((central(parse_mix(phase[1], files)), int(phase[2])))
         end = phase.end()
     if end != len(text) or text.rstrip().endswith(","):
-        raise ConfigError(f"{text!r}: each policy needs its iteration, as bsp@0,ssp:staleness=3@100")
+        written = own.show_files(text, files)
+        raise ConfigError(f"{written!r}: each policy needs its iteration, as bsp@0,ssp:staleness=3@100")
     return Switch(tuple(phases))
 
 
-def parse_mix(text: str) -> Policy:
-    texts = BETWEEN_SHARDS.split(text)
+def parse_mix(text: str, files: list[str]) -> Policy:
+    texts = [own.show_files(part, files) for part in BETWEEN_SHARDS.split(text)]
     if len(texts) == 1:
-        return parse_one(text)
+        return parse_one(texts[0])
     return Mix(tuple(central(parse_one(part)) for part in texts))
 
 

@@ -18,6 +18,26 @@ from paceline.errors import ConfigError
 WRITTEN = re.compile(r"(?P<file>.*?\.py):(?P<cls>[^:(@+,]*)(?P<rest>.*)", re.DOTALL)
 AT_HEAD = re.compile(r"[^=(]*\.py\s*(:|$)")
 
+AT_A_PATH = re.compile(r"(?:^|(?<=[+,]))\s*(?P<named>[./~][^=(]*?\.py\s*:\s*\w+)")
+"""A file and a class where a policy may begin. Such a path begins with a dot, a slash or a tilde, and anything may be
+in it, also what stands between several policies."""
+HIDDEN = re.compile(r"~(\d+)\0")
+
+
+def hide_files(text: str) -> tuple[str, list[str]]:
+    """The text with `~0`, `~1`, ... (and a null, which no path has) for each FILE.py:CLASS in it, and these."""
+    files: list[str] = []
+
+    def hide(found: re.Match[str]) -> str:
+        files.append(found["named"])
+        return f"~{len(files) - 1}\0"
+
+    return AT_A_PATH.sub(hide, text), files
+
+
+def show_files(text: str, files: list[str]) -> str:
+    return HIDDEN.sub(lambda found: files[int(found[1])], text)
+
 
 def is_own(text: str) -> bool:
     return AT_HEAD.match(text) is not None

@@ -91,6 +91,9 @@ class PSSPGate(Gate):
         if significance is not None:
             self.significance[handle.source] = significance
 
+    def forget(self, worker: int) -> None:
+        self.significance.pop(worker, None)
+
     def may_pull(self, worker: int, i: int, progress: Progress) -> bool:
         gap = i - progress.V
         if gap < self.pssp.staleness:

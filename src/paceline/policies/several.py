@@ -85,6 +85,10 @@ def parts(policy: CentralPolicy) -> tuple[CentralPolicy, ...]:
 
 def refuse_composites(policies: list[CentralPolicy] | tuple[CentralPolicy, ...]) -> None:
     """What concerns the workers too cannot differ between shards or change while running."""
+    if not policies:
+        raise ConfigError("a mix or a switch needs at least one policy")
     for policy in policies:
+        if not isinstance(policy, CentralPolicy):
+            raise ConfigError(f"{policy!r} cannot be one of several policies: give a policy, as SSP(3)")
         if type(policy).machine is not CentralPolicy.machine or isinstance(policy, Mix | Switch):
             raise ConfigError(f"{policy} cannot be one of several policies: it says what workers do, not only shards")

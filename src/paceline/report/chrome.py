@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.actions import Apply, Drop
-from paceline.core.events import ServersChanged
+from paceline.core.events import ServersChanged, ViewChanged
 from paceline.core.trace import Trace
 from paceline.report.lanes import Span, spans
 
@@ -34,9 +34,16 @@ def _names(pid: int, name: str, trace: Trace) -> Iterator[Entry]:
     members = trace.header.members
     yield _meta(pid, 0, "process_name", {"name": name})
     yield _meta(pid, 0, "process_sort_index", {"sort_index": pid})
-    threads = [f"server {shard}" for shard in range(servers_of(trace))]
-    threads += [f"worker {rank}" for rank in range(members.workers)]
-    for tid, thread in enumerate(threads, start=1):
+    servers = servers_of(trace)
+    yield from _thread_names(pid, {shard + 1: f"server {shard}" for shard in range(servers)})
+    views = (record.event.view for record in trace.records if isinstance(record.event, ViewChanged))
+    joined = {rank for view in views for rank, _ in view.members}
+    ranks = sorted(joined.union(range(members.workers)))
+    yield from _thread_names(pid, {servers + 1 + rank: f"worker {rank}" for rank in ranks})
+
+
+def _thread_names(pid: int, names: dict[int, str]) -> Iterator[Entry]:
+    for tid, thread in names.items():
         yield _meta(pid, tid, "thread_name", {"name": thread})
         yield _meta(pid, tid, "thread_sort_index", {"sort_index": tid})
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.report.aborts import abort_table
 from paceline.report.charts import legend, line_chart
+from paceline.report.histograms import staleness_section
 from paceline.report.markup import plural, tag, text
 from paceline.report.peer_charts import peers_section
 from paceline.report.planned import barrier_section
@@ -43,6 +44,7 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
     sections = (
         ("Summary", summary_table(runs, target) + tag("dl", terms, class_="terms")),
         ("Learning", curves if charts else _note("No evaluation was recorded.")),
+        ("How stale the gradients were", staleness_section(runs)),
         ("Who did what, when", lanes(runs)),
         *([("How far apart the peers were", apart)] if (apart := peers_section(runs)) else []),
         ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),

@@ -1,6 +1,6 @@
 """What each worker did when: its lane, cut into spans that touch and never overlap.
 
-    start ─ exchange ─ compute ─ exchange ─ wait ─ exchange ─ compute ─ ... ─ end (─ dead ─ start ...)
+    start ─ pull ─ compute ─ push ─ wait ─ pull ─ compute ─ ... ─ end (─ dead ─ start ...)
 
 A lane is one incarnation of one worker. It computes from a `Compute` order to its `GradientReady`, or to its
 `ComputeAborted`: then that time was lost, and what the next attempt has for it are the updates that the shards'
@@ -8,12 +8,14 @@ answers have uncovered since. What lies between is a gap: the gradient and the p
 parked on some shard. A worker may be parked on several shards at once and goes on when the last one answers, so
 waiting is the union of those times and its reason and cause are those of the shard that answered last.
 
-A lane ends when a view drops the incarnation, when the next one starts, or with the run. What came from it
-afterwards is a ghost's and is not drawn.
+A lane begins when a view names the incarnation, or with its first record: of a worker that was killed, some or all
+records may be lost. It ends when a view drops the incarnation, when the next one starts, or with the run. What came
+from it afterwards is a ghost's and is not drawn.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from msgspec import Struct
@@ -26,6 +28,8 @@ from paceline.core.events import (
     Event,
     GradientReady,
     ParametersArrived,
+    PushArrived,
+    PushRejected,
     RiseArrived,
     ServersChanged,
     TimerFired,
@@ -34,9 +38,11 @@ from paceline.core.events import (
 from paceline.core.messages import Release, View
 from paceline.core.trace import Record, Trace
 
-Kind = Literal["compute", "aborted", "wait", "exchange", "dead"]
+Kind = Literal["compute", "aborted", "wait", "push", "pull", "exchange", "dead"]
 NOBODY = -1
 NO_ITERATION = -1
+RESTS = "rests before it pulls"
+"""Why a worker waits that has set itself a timer."""
 
 
 class Span(Struct, frozen=True, gc=False):
@@ -87,6 +93,14 @@ class Lane:
         self.since_s = at
         """Start of the stretch that is not a span yet."""
         self.computing = False
+        self.told = False
+        """Whether there are records of the worker's own: without, or without servers, what travels is an exchange."""
+        self.sent = False
+        """Whether this gap began with a push."""
+        self.pushed_s: float | None = None
+        """When that had come to all shards, so far."""
+        self.heard_s = math.inf
+        """When a shard parked or answered first in this gap: the push was there then, if nothing else says so."""
         self.iteration = NO_ITERATION
         self.parked: dict[int, tuple[float, str]] = {}
         """shard -> since when, and why."""
@@ -101,6 +115,7 @@ class Lane:
     def start_compute(self, at: float, iteration: int) -> None:
         self.close(at)
         self.computing = True
+        self.sent = False
         self.iteration = iteration
         if self.aborted is not None:
             place, stale = self.aborted
@@ -118,11 +133,20 @@ class Lane:
     def finish_compute(self, at: float) -> None:
         self.close(at)
         self.computing = False
+        self.sent = True
+        self.pushed_s, self.heard_s = None, math.inf
+
+    def push(self, at: float, iteration: int) -> None:
+        """A shard has got the gradient, or the slice of it that it is to have."""
+        if not self.computing and iteration == self.iteration:
+            self.pushed_s = at
 
     def park(self, at: float, shard: int, reason: str) -> None:
+        self.heard_s = min(self.heard_s, at)
         self.parked[shard] = (at, reason)
 
     def answer(self, at: float, shard: int, released_by: int) -> None:
+        self.heard_s = min(self.heard_s, at)
         parked = self.parked.pop(shard, None)
         if parked is not None:
             self.waits.append(Wait(parked[0], at, shard, parked[1], released_by))
@@ -137,7 +161,7 @@ class Lane:
         if self.computing:
             self.add("compute", at)
         elif not self.waits and not self.parked:
-            self.add("exchange", at)
+            self.travel(at)
         else:
             self.close_gap(at)
             self.waits.clear()
@@ -145,9 +169,18 @@ class Lane:
     def close_gap(self, at: float) -> None:
         open_ = [Wait(since, at, shard, why, NOBODY) for shard, (since, why) in self.parked.items()]
         for wait in union(self.waits + open_):
-            self.add("exchange", min(wait.start_s, at))
+            self.travel(min(wait.start_s, at))
             self.add("wait", min(wait.end_s, at), wait.reason, wait.cause, wait.shard)
-        self.add("exchange", at)
+        self.travel(at)
+
+    def travel(self, to: float) -> None:
+        """Something is on its way: the gradient until the last shard has it, then parameters."""
+        if not self.told:
+            self.add("exchange", to)
+            return
+        if self.sent:
+            self.add("push", min(to, self.heard_s if self.pushed_s is None else self.pushed_s))
+        self.add("pull", to)
 
     def add(self, kind: Kind, to: float, reason: str = "", cause: int = NOBODY, shard: int = NOBODY) -> None:
         """The time from where the spans end up to `to`. Clocks that disagree may ask for none or less."""
@@ -195,6 +228,7 @@ class Lanes:
         if role == "worker":
             lane = self.lanes.get((rank, record.incarnation)) or self.start(rank, record.incarnation, at)
             lane.last_s = at
+            lane.told = True
             if lane.end_s is not None:
                 return
             if type(event) is ParametersArrived:
@@ -212,12 +246,17 @@ class Lanes:
                 if type(action) is Compute:
                     lane.start_compute(at, action.iteration)
                 elif type(action) is SetTimer:
-                    lane.park(at, NOBODY, "rests before it pulls")
+                    lane.park(at, NOBODY, RESTS)
         elif role == "peer":
             self.take_peer(record)
         elif role == "scheduler":
             self.take_scheduler(record)
         elif role == "server":
+            if type(event) is PushArrived or type(event) is PushRejected:
+                handle = event.push.handle
+                pushing = self.lanes.get((handle.source, handle.incarnation))
+                if pushing is not None:
+                    pushing.push(at, handle.iteration)
             for action in record.actions:
                 if type(action) is Answer:
                     parameters = action.parameters
@@ -270,6 +309,9 @@ class Lanes:
             if lane is not None and lane.end_s is None:
                 lane.end(at)
         self.view = view
+        for rank, incarnation in view.members:
+            if (rank, incarnation) not in self.lanes:
+                self.start(rank, incarnation, at)
 
     def start(self, worker: int, incarnation: int, at: float) -> Lane:
         lane = self.lanes[worker, incarnation] = Lane(worker, incarnation, at)

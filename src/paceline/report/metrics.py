@@ -37,7 +37,7 @@ from paceline.report.peers import PeerCounts
 K = TypeVar("K")
 NO_VIEW: tuple[int, frozenset[tuple[int, int]]] = (0, frozenset())
 
-WORKERS = re.compile(r"\bworkers? \d+(?:, \d+)*(?: and \d+ more)?")
+WORKERS = re.compile(r"\bworkers? \d+(?:, \d+)*(?: and \d+ others?)?")
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -61,6 +61,8 @@ class Metrics(Struct):
     waiting_caused_by: dict[int, float]
     waiting_by_reason: dict[str, float]
     aborts: dict[str, float]
+    staleness_counts: dict[int, int]
+    """How many gradients had each staleness."""
 
 
 def measure(trace: Trace, time_s: float | None = None) -> Metrics:
@@ -72,11 +74,10 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         lanes.take(record)
         if record.node[0] == "server":
             counts.take(record)
-        elif record.node[0] == "peer":
-            counts.gradients += type(record.event) is GradientReady
-            peers.take(record)
         elif type(record.event) is GradientReady:
-            counts.gradients += 1
+            counts.computed[record.node[1], record.incarnation] += 1
+        if record.node[0] == "peer":
+            peers.take(record)
         elif record.node[0] == "scheduler":
             counts.take_scheduler(record)
     end_s = max(lanes.last_s, time_s or 0.0)
@@ -85,19 +86,22 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
     waits = [span for span in all_spans if span.kind == "wait"]
     lifetimes_s = lanes.lifetimes_s()
     workers = trace.header.members.workers
-    whole, rest = divmod(counts.gradients, workers)
+    gradients = counts.gradients()
+    whole, rest = divmod(gradients, workers)
+    staleness = counts.staleness + peers.staleness
     return Metrics(
-        iterations=counts.gradients / workers if rest else whole,
+        iterations=gradients / workers if rest else whole,
         updates=counts.updates + peers.updates,
         time_s=end_s if time_s is None else time_s,
         wait_share=sum(span.seconds for span in waits) / lifetimes_s if lifetimes_s else 0.0,
-        dpr_per_100=100 * counts.parks * workers / counts.gradients if counts.gradients else 0.0,
-        staleness=describe(counts.staleness + peers.staleness),
+        dpr_per_100=100 * counts.parks * workers / gradients if gradients else 0.0,
+        staleness=describe(staleness),
         dropped=len(counts.dropped) + peers.late,
         bytes={**counts.bytes(), **peers.bytes()},
         waiting_caused_by=waiting_caused_by(waits),
         waiting_by_reason=waiting_by_reason(waits),
         aborts=describe_aborts([span for span in all_spans if span.kind == "aborted"]),
+        staleness_counts=dict(sorted(staleness.items())),
     )
 
 
@@ -106,7 +110,11 @@ class Counts:
 
     def __init__(self, slice_bytes: tuple[int, ...]) -> None:
         self.slice_bytes = slice_bytes
-        self.gradients = 0
+        self.computed: Counter[tuple[int, int]] = Counter()
+        """(worker, incarnation) -> gradients it says it has computed."""
+        self.pushed: Counter[tuple[int, int]] = Counter()
+        """The same -> different gradients that came to shard 0."""
+        self.newest: dict[tuple[int, int], int] = {}
         self.updates = 0
         self.parks = 0
         self.staleness: Counter[int] = Counter()
@@ -124,6 +132,8 @@ class Counts:
         again = type(event) is PullArrived and event.pull.attempt > 0
         if type(event) is PushArrived or type(event) is PushRejected:
             self.pushed_bytes += event.push.handle.nbytes
+            if shard == 0:
+                self.take_push(event.push.handle)
         elif type(event) is ServersChanged:
             self.slice_bytes = event.nbytes
         elif type(event) is ViewChanged and event.view.number > self.views.get(shard, NO_VIEW)[0]:
@@ -139,10 +149,20 @@ class Counts:
             elif isinstance(action, Apply):
                 self.updates += shard == 0
                 for handle in action.handles:
-                    self.staleness[action.version - 1 - handle.version] += 1
+                    self.staleness[action.staleness(handle)] += 1
             elif isinstance(action, Drop) and not self.is_ghost(shard, action.handle):
                 handle = action.handle
                 self.dropped.add((handle.source, handle.incarnation, handle.iteration))
+
+    def take_push(self, handle: Handle) -> None:
+        process = (handle.source, handle.incarnation)
+        if handle.iteration > self.newest.get(process, -1):
+            self.newest[process] = handle.iteration
+            self.pushed[process] += 1
+
+    def gradients(self) -> int:
+        """How many were computed. What a killed worker had not written down was seen by the shards, if it was sent."""
+        return sum((self.computed | self.pushed).values())
 
     def take_scheduler(self, record: Record) -> None:
         if type(record.event) is NotifyArrived:

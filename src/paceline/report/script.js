@@ -39,6 +39,13 @@
     bars.addEventListener("pointerleave", hide);
   }
 
+  for (const bins of document.querySelectorAll(".bins")) {
+    const over = (event) => event.target.tip ? show(event, [[null, event.target.tip]]) : hide();
+    bins.addEventListener("pointermove", over);
+    bins.addEventListener("pointerdown", over);
+    bins.addEventListener("pointerleave", hide);
+  }
+
   const names = [...document.querySelectorAll(".key")].map((key) => key.textContent);
   for (const plot of document.querySelectorAll(".plot")) {
     const { x0, x1, y0, y1 } = plot.dataset;

@@ -17,7 +17,7 @@ def staleness_by_shard(trace: Trace) -> dict[int, dict[str, float]]:
         for action in record.actions:
             if isinstance(action, Apply):
                 mine = counts.setdefault(record.node.rank, Counter())
-                mine.update(action.version - 1 - handle.version for handle in action.handles)
+                mine.update(action.staleness(handle) for handle in action.handles)
     return {shard: {**describe(mine), **_spread(mine)} for shard, mine in sorted(counts.items())}
 
 

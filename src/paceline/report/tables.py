@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.report.lanes import RESTS
 from paceline.report.markup import (
     DASH,
+    LONG_NAME,
     count,
     megabytes,
     plural,
@@ -19,19 +21,22 @@ from paceline.report.markup import (
     text,
 )
 from paceline.report.metrics import waiting_by_reason, waiting_caused_by
-from paceline.report.view import RunView, Target, baseline_of, labels, speed_up
+from paceline.report.view import RunView, Target, baseline_of, divergence, labels, speed_up
 
 SHOWN_CAUSES = 12
 SHOWN_REASONS = 8
 ONE_LINE = 100
 NOBODY = -1
+RESTED = "nobody: its own rest before a pull"
+UNPUSHED = "no push: a deadline, a loss, or the end of the run"
 
 
 def summary_table(runs: list[RunView], target: Target | None) -> str:
     """A row per run."""
     names = labels(runs)
     bases = {names[baseline_of(index, runs)] for index in range(len(runs))}
-    versus = f"vs {bases.pop()}" if len(bases) == 1 else "speed-up"
+    base = bases.pop() if len(bases) == 1 else ""
+    versus = f"vs {base}" if 0 < len(base) <= LONG_NAME else "vs the first" if base else "speed-up"
     heads = ["policy"]
     heads.append(f"time to {target.text}" if target else "time")
     if len(runs) > 1:
@@ -46,10 +51,13 @@ def summary_table(runs: list[RunView], target: Target | None) -> str:
 def _row(index: int, name: str, runs: list[RunView], target: Target | None) -> str:
     run = runs[index]
     cells = [run_head(index, name, "row")]
+    diverged = divergence(run)
     if target:
         reached = run.number("time_to_target_s")
-        missed = tag("td", "missed", class_="missed")
+        missed = tag("td", text(diverged or "missed"), class_="missed")
         cells.append(missed if reached is None else tag("td", text(seconds(reached))))
+    elif diverged:
+        cells.append(tag("td", text(diverged), class_="missed"))
     else:
         cells.append(_cell(run.number("time_s"), seconds))
     if len(runs) > 1:
@@ -94,9 +102,18 @@ def cause_table(runs: list[RunView]) -> str:
         together = [sum(column.get(cause, 0.0) for cause in rest) for column in columns]
         rows.append((f"{plural(len(rest), 'other worker')}", together))
     if NOBODY in totals:
-        unpushed = [column.get(NOBODY, 0.0) for column in columns]
-        rows.append(("no push: a loss, or the end of the run", unpushed))
+        rows += _unpushed(runs)
     return _bars("waited for", runs, rows)
+
+
+def _unpushed(runs: list[RunView]) -> list[tuple[str, list[float]]]:
+    """What was waited without anybody's push ending it: workers rest by themselves, or something else let them go."""
+    rows: dict[str, list[float]] = {RESTED: [0.0] * len(runs), UNPUSHED: [0.0] * len(runs)}
+    for column, run in enumerate(runs):
+        for span in run.spans:
+            if span.kind == "wait" and span.cause == NOBODY:
+                rows[RESTED if span.reason == RESTS else UNPUSHED][column] += span.seconds
+    return [(words, values) for words, values in rows.items() if any(values)]
 
 
 def reason_table(runs: list[RunView]) -> str:

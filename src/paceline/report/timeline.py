@@ -26,7 +26,9 @@ WORDS: dict[Kind, str] = {
     "compute": "computing",
     "aborted": "computing, given up",
     "wait": "waiting for others",
-    "exchange": "push and pull on the way",
+    "push": "gradient on the way",
+    "pull": "parameters on the way",
+    "exchange": "messages on the way",
     "dead": "gone: done or lost",
 }
 
@@ -103,7 +105,8 @@ def shown(run: RunView, workers: int, shown_s: float) -> str:
     if not run.spans:
         return "no timeline was recorded"
     end_s = max(span.end_s for span in run.spans)
-    time = f"first {seconds(shown_s)} of {seconds(end_s)}" if end_s > shown_s else f"all {seconds(end_s)}"
+    part, whole = seconds(shown_s), seconds(end_s)
+    time = f"first {part} of {whole}" if end_s > shown_s and part != whole else f"all {whole}"
     return f"{time}, {SHOWN_WORKERS} of {count(workers)} workers" if workers > SHOWN_WORKERS else time
 
 
@@ -159,8 +162,8 @@ def describe(span: Span) -> str:
         uncovered = f"{count(round(span.uncovered, 1))} updates uncovered"
         return f"iteration {span.iteration} given up and begun again, {when}: {uncovered}"
     after = f"after iteration {span.iteration}" if span.iteration >= 0 else "starting"
-    if span.kind == "exchange":
-        return f"push and pull {after}, {when}"
+    if span.kind in ("push", "pull", "exchange"):
+        return f"{WORDS[span.kind]} {after}, {when}"
     ended = f"released by worker {span.cause}" if span.cause >= 0 else "released by no push"
     return f"waiting {after}, {when}: {span.reason}; {ended}"
 

@@ -29,6 +29,8 @@ class RunView(Struct):
     """Those that were planned and reached."""
     peers: PeersView | None = None
     """Where there were no servers."""
+    staleness: dict[int, int] = {}
+    """How many gradients had each staleness."""
 
     def number(self, *path: str) -> float | None:
         """A finite number of the summary, or None where it is missing: `run.number("final", "loss")`."""
@@ -88,10 +90,15 @@ def speed_up(run: int, runs: list[RunView], target: Target | None) -> float | No
     both = [runs[run], runs[baseline_of(run, runs)]]
     if target is None:
         done = [each.number("iterations") for each in both]
-        if None in done or done[0] != done[1]:
+        if None in done or done[0] != done[1] or any(each.summary.get("diverged") for each in both):
             return None
     mine, theirs = (each.number("time_to_target_s" if target else "time_s") for each in both)
     return theirs / mine if mine and theirs is not None else None
+
+
+def divergence(run: RunView) -> str:
+    """Where a run has diverged, in words; nothing if it has not."""
+    return f"diverged at iteration {run.number('iterations') or 0:.0f}" if run.summary.get("diverged") else ""
 
 
 def verdict(runs: list[RunView], target: Target | None) -> str:

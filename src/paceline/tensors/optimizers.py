@@ -23,7 +23,7 @@ from paceline.core import spec
 from paceline.errors import ConfigError
 from paceline.tensors import kinds, schedules
 from paceline.tensors.kinds import KINDS
-from paceline.tensors.layout import Layout, Part
+from paceline.tensors.layout import Layout, Part, layout_of
 from paceline.tensors.steppers import (
     SCALARS,
     AveragingStepper,
@@ -147,6 +147,8 @@ def parse(text: str) -> OptimizerSpec:
 
     The keys of `Extras` may stand among the hyper-parameters: 'adam:lr=0.001,clip=1,schedule=cosine(samples=60000)'.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"an optimizer is a text like 'sgd:lr=0.1', got {text!r}")
     name, arguments = spec.split(text)
     kind = kinds.named(name)
     extras = read_extras({key: arguments.pop(key) for key in EXTRAS if key in arguments}, name)
@@ -157,10 +159,26 @@ def parse(text: str) -> OptimizerSpec:
         described = describe(make([torch.zeros(1, 1)], **hyper), extras)
         if any(isinstance(value, float) and not math.isfinite(value) for value in described.groups[0].values()):
             raise ValueError("numbers must be finite")
-        return described
     except (ValueError, TypeError) as error:
         reason = str(error).removeprefix(f"{kind.cls.__name__}.__init__() ")
         raise ConfigError(f"optimizer {text!r}: {reason}") from None
+    try:
+        take_a_step(described)
+    except ConfigError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"optimizer {text!r}: a step with it fails: {type(error).__name__}: {said}") from None
+    return described
+
+
+def take_a_step(described: OptimizerSpec) -> None:
+    """One step on a small matrix, as a server would: torch checks some numbers only when they are used."""
+    matrix = torch.ones(2, 2)
+    layout = layout_of([("matrix", matrix, 0)], described.borders)
+    described.check(layout)
+    whole = SliceOptimizer(layout, slice(0, matrix.numel()), matrix.flatten(), described)
+    whole.apply([whole.cut(torch.ones(matrix.numel()))], 0.5)
 
 
 def read_extras(arguments: Mapping[str, str], label: str) -> Extras:

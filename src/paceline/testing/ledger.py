@@ -134,11 +134,12 @@ class Ledger:
                 self.switch(policy)
 
     def switch(self, policy: CentralPolicy) -> None:
-        """Everybody stands where the fastest does; whoever was behind, but not late, owes one gradient."""
+        """Everybody stands where the fastest does; whoever was behind, but not late, nor asking, owes one gradient."""
         self.policy = policy
         self.switched = True
         to = max(self.V, *self.next.values())
-        self.owing |= {process for process, at in self.next.items() if self.V <= at < to}
+        behind = {process for process, at in self.next.items() if self.V <= at < to}
+        self.owing |= behind - self.asked.keys()
         self.next = {process: max(at, to) for process, at in self.next.items()}
         self.V = self.changed_at = to
 

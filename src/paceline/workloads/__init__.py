@@ -28,6 +28,8 @@ def load(workload: str | Workload) -> Workload:
     """A workload by name or from a user's file (FILE.py:NAME); a workload object is returned as it is."""
     if isinstance(workload, Workload):
         return workload
+    if not isinstance(workload, str):
+        raise ConfigError(f"a workload is a text like 'digits-mlp' or a Workload, got {workload!r}")
     if userfile.names_a_file(workload):
         return own(workload)
     if workload not in CATALOGUE:

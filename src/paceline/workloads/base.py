@@ -12,7 +12,7 @@ run's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,15 @@ def assemble(parts: Any, text: str) -> Workload:
     train = stacked(parts.train, f"{text}: train")
     optional = {name: getattr(parts, name) for name in OPTIONAL if name != "test" and hasattr(parts, name)}
     if "metrics" not in optional:
-        optional["metrics"] = ("loss",) if train[1].is_floating_point() else METRICS
+        optional["metrics"] = METRICS if are_classes(train[1]) else ("loss",)
     optional["metrics"] = tuple(optional["metrics"])
     test = stacked(parts.test, f"{text}: test") if hasattr(parts, "test") else train
     return Workload(text, parts.make_module, parts.loss, train, test, **optional)
+
+
+def are_classes(targets: Tensor) -> bool:
+    """Whether an output's largest element can be compared with them: one whole number for each sample."""
+    return targets.dim() == 1 and not targets.is_floating_point()
 
 
 def stacked(data: Any, label: str) -> Data:
@@ -119,10 +124,12 @@ def stacked(data: Any, label: str) -> Data:
 
 
 def check(workload: Workload, text: str) -> None:
-    """Compute one loss, so that what is wrong is said before anything starts."""
+    """Compute one loss and evaluate once, so that what is wrong is said before anything starts."""
     for name, data in (("train", workload.train), ("test", workload.test)):
         stacked(data, f"{text}: {name}")
-    if not isinstance(workload.batch, int) or not 1 <= workload.batch <= len(workload.train[0]):
+    if not isinstance(workload.batch, int) or isinstance(workload.batch, bool):
+        raise ConfigError(f"{text}: batch={workload.batch!r} is not a whole number")
+    if not 1 <= workload.batch <= len(workload.train[0]):
         raise ConfigError(f"{text}: batch={workload.batch} is out of range: 1 to {len(workload.train[0])}, all samples")
     if not set(workload.metrics) <= set(METRICS) or "loss" not in workload.metrics:
         raise ConfigError(f"{text}: metrics={workload.metrics} must be ('loss',) or {METRICS}")
@@ -133,3 +140,9 @@ def check(workload: Workload, text: str) -> None:
     loss = workload.loss(module(x), y)
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ConfigError(f"{text}: loss(output, target) must give the mean over the batch, one number with a gradient")
+    few = (workload.test[0][: workload.batch], workload.test[1][: workload.batch])
+    try:
+        replace(workload, test=few).evaluate(module)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{text}: evaluating on the test set failed: {type(error).__name__}: {said}") from None

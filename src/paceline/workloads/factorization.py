@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.base import Data, Workload
-from paceline.workloads.files import find, folders
+from paceline.workloads.files import find, folders, read_bytes
 
 RANK = 8
 TEST_SHARE = 0.1
@@ -67,8 +67,8 @@ def read_ratings(path: Path) -> Data:
     """MovieLens's lines. Users and films are numbered anew from 0, in the order of their own numbers."""
     users, films, ratings = [], [], []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_bytes(path).decode().splitlines()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
     for number, line in enumerate(lines, 1):
         try:

@@ -28,14 +28,15 @@ def load_fashion(folder: str | Path | None = None) -> tuple[Data, Data]:
 def _part(part: str, places: list[Path]) -> Data:
     images, labels = _read(f"{part}-images-idx3-ubyte", places), _read(f"{part}-labels-idx1-ubyte", places)
     if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
-        raise ConfigError(f"the {part} files in {str(places[-1])!r} do not belong together: images and labels differ")
+        where = " or ".join(map(str, places))
+        raise ConfigError(f"the {part} files in {where} do not belong together: images and labels differ")
     return images.unsqueeze(1) / 255, labels.long()
 
 
 def _read(name: str, places: list[Path]) -> Tensor:
     path = find(name, places)
     if path is None:
-        raise ConfigError(f"there is no {places[-1] / name}.gz: {ADVICE}")
+        raise ConfigError(f"there is no {name}.gz in {' or '.join(map(str, places))}: {ADVICE}")
     return read_idx(path)
 
 

@@ -1,7 +1,7 @@
 """Data files: where they may lie, and how idx files are read.
 
-The environment variable PACELINE_DATA names a folder: it, or its sub-folder of the data set's name, has the files.
-Without the variable it is the folder where Debian's package puts them. Nothing is ever downloaded.
+The environment variable PACELINE_DATA names a folder: it, or its sub-folder of the data set's name, may have the
+files. What is not there is looked for where Debian's packages put it. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gzip
 import math
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import torch
@@ -24,9 +25,11 @@ UNSIGNED_BYTES = 8
 
 
 def folders(name: str) -> list[Path]:
-    """Where the files of a data set may lie, the likeliest last."""
+    """Where the files of a data set may lie."""
     chosen = os.environ.get(VARIABLE)
-    return [Path(chosen, name), Path(chosen)] if chosen else [SYSTEM / name]
+    if chosen and not Path(chosen).is_dir():
+        raise ConfigError(f"{VARIABLE}={chosen} names no folder: set it to one that has the data, or unset it")
+    return [Path(chosen, name), Path(chosen), SYSTEM / name] if chosen else [SYSTEM / name]
 
 
 def find(file: str, places: list[Path]) -> Path | None:
@@ -35,12 +38,17 @@ def find(file: str, places: list[Path]) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def read_bytes(path: Path) -> bytes:
+    """What is in a file, packed or not."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
+
+
 def read_idx(path: Path) -> Tensor:
     """An idx file, packed or not: its fourth byte counts the dimensions, then come their sizes, then the values."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
+    raw = read_bytes(path)
     dimensions = raw[3] if len(raw) > 4 and raw[:3] == bytes([0, 0, UNSIGNED_BYTES]) else 0
     start = 4 + 4 * dimensions
     shape = struct.unpack_from(f">{dimensions}i", raw, 4) if len(raw) >= start else ()

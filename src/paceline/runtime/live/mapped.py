@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from paceline.tensors.assignment import Ranges
@@ -24,10 +22,6 @@ class Segment:
         """Tensors that have no gradient in the last push."""
         self.holds = -1
         """The version of the parameters that it holds; -1 while it holds a gradient."""
-
-    def norm(self) -> float:
-        """Of the gradient."""
-        return math.sqrt(sum(float(piece.norm()) ** 2 for piece in self.gradient))
 
     def fill(self, values: Tensor) -> None:
         """Write the parameters there."""

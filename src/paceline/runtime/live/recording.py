@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from paceline.core.messages import Node
@@ -11,6 +12,8 @@ from paceline.core.trace import Header, Record, Trace, encode_record, read_recor
 SUFFIX = ".trace"
 HELD = 1 << 14
 """Bytes of records kept back, so that not each of them is a system call."""
+HELD_S = 0.2
+"""And for how long, while there are new ones: what a killed process had kept back is lost."""
 
 
 class TraceFile:
@@ -21,11 +24,12 @@ class TraceFile:
         self.file = self.path.open("wb", buffering=0)
         self.held = bytearray()
         """What is not written yet."""
+        self.written_s = 0.0
         self.full = False
 
     def write(self, record: Record) -> None:
         self.held += encode_record(record)
-        if len(self.held) > HELD:
+        if len(self.held) > HELD or time.monotonic() - self.written_s > HELD_S:
             self.flush()
 
     def flush(self) -> None:
@@ -37,6 +41,7 @@ class TraceFile:
             self.full = True
             print(f"{self.path.stem}: its trace ends here, the training goes on: {error.strerror}", file=sys.stderr)
         self.held.clear()
+        self.written_s = time.monotonic()
 
     def close(self) -> None:
         self.flush()

@@ -37,11 +37,10 @@ from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors.optimizers import Hyper
+from paceline.tensors.significance import significance
 
 IDLE_S = 0.5
 STATUS_S = 0.5
-SMALLEST = 1e-30
-"""Parameters that are all zero make any gradient significant."""
 
 
 class LiveServer(ServerCarrier):
@@ -252,11 +251,10 @@ class LiveServer(ServerCarrier):
         if exchange.refusal:
             self.seat.tell(PushRejected(self.now(), push, exchange.refusal))
         else:
-            significance = None
+            measured = None
             if self.machine.gate.wants_significance:
-                weights = max(float(self.holding.optimizer.values.norm()), SMALLEST)
-                significance = segment.norm() / weights
-            self.seat.tell(PushArrived(self.now(), push, significance))
+                measured = significance(segment.gradient, self.holding.optimizer.values)
+            self.seat.tell(PushArrived(self.now(), push, measured))
 
     def adopt_hyper(self) -> None:
         """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
@@ -283,7 +281,7 @@ class LiveServer(ServerCarrier):
                 used.append(self.segments[handle.source, handle.incarnation])
                 gradients.append(used[-1].gradient)
                 absent.append(used[-1].absent)
-            self.staleness[handle.source] = action.version - 1 - handle.version
+            self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         self.holding.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
         for segment in used:

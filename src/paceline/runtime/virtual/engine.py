@@ -21,8 +21,17 @@ class Engine:
     def __init__(self) -> None:
         self.now = 0.0
         self.stopped = False
+        self.over = False
+        """There is nobody left to train: only what is on its way still arrives."""
         self.heap: list[tuple[float, int, int, Callable[..., None], Any]] = []
         self.sequence = 0
+        self.missed = 0
+        """What was to happen after the end."""
+
+    @property
+    def happened(self) -> int:
+        """How much has happened."""
+        return self.sequence - self.missed - len(self.heap)
 
     def at(self, time: float, priority: int, happening: Happening) -> None:
         self.sequence += 1
@@ -37,10 +46,18 @@ class Engine:
         """End the run after what is happening now."""
         self.stopped = True
 
+    def wind_up(self) -> None:
+        """End the run with the last message on its way: timers and faults that nobody lives to see take no time."""
+        self.over = True
+
     def run(self) -> None:
         heap = self.heap
         while heap and not self.stopped:
-            self.now, _, _, happening, what = heappop(heap)
+            time, priority, _, happening, what = heappop(heap)
+            if self.over and priority != MESSAGE:
+                self.missed += 1
+                continue
+            self.now = time
             if what is None:
                 happening()
             else:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from paceline.core.actions import Send
 from paceline.core.events import Event, ParametersArrived
 from paceline.core.messages import Notify, Pull
-from paceline.runtime.virtual.engine import COMPUTE
 from paceline.runtime.virtual.nodes import VirtualWorker
 
 if TYPE_CHECKING:
@@ -55,15 +54,15 @@ class LayerwiseWorker(VirtualWorker):
         if not isinstance(action.message, Pull):
             leaves_at = engine.now + (self.layers - 1 - action.to.rank) * BACK * self.layer_s
             self.back_at = max(self.back_at, leaves_at)
-            engine.at(leaves_at, COMPUTE, lambda: self.dispatch(action))
+            self.at_own_time(leaves_at, lambda: self.dispatch(action))
             return
         if action.to.role == "scheduler":
-            engine.at(self.back_at, COMPUTE, lambda: self.dispatch(action))
+            self.at_own_time(self.back_at, lambda: self.dispatch(action))
             return
         self.to_pull.append(action)
         if not self.reading:
             self.reading = True
-            engine.at(max(engine.now, self.back_at), COMPUTE, self.begin_forward)
+            self.at_own_time(max(engine.now, self.back_at), self.begin_forward)
 
     def begin_forward(self) -> None:
         self.layer_s = self.duration() / (self.layers * (1 + BACK))
@@ -76,18 +75,14 @@ class LayerwiseWorker(VirtualWorker):
             self.reading = False
 
     def dispatch(self, action: Send) -> None:
-        engine = self.simulation.engine
-        if self.paused_until > engine.now:
-            engine.at(self.paused_until, COMPUTE, lambda: self.dispatch(action))
-        elif self.alive:
+        if self.alive:
             super().send(action)
 
     def tell(self, event: Event) -> None:
         """An answer: the layer is computed, then the next one is read."""
         if isinstance(event, ParametersArrived):
             if self.to_pull:
-                engine = self.simulation.engine
-                engine.at(engine.now + self.layer_s, COMPUTE, self.read_next)
+                self.at_own_time(self.simulation.engine.now + self.layer_s, self.read_next)
             else:
                 self.reading = False
         super().tell(event)

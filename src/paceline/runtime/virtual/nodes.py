@@ -22,15 +22,12 @@ from paceline.core.events import (
 from paceline.core.messages import FromScheduler, Message, Parameters, Pull, Push, Release
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier, WorkerCarrier
-from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Wire
+from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Happening, Wire
 from paceline.tensors.optimizers import SliceOptimizer
+from paceline.tensors.significance import significance
 
 if TYPE_CHECKING:
     from paceline.runtime.virtual.simulation import Simulation
-
-
-SMALLEST = 1e-30
-"""Parameters that are all zero make any gradient significant."""
 
 
 class VirtualServer(ServerCarrier):
@@ -66,11 +63,11 @@ class VirtualServer(ServerCarrier):
         self.simulation.node(action.to).receive(action.message)
 
     def take_push(self, arrival: float, push: Push) -> None:
-        significance = None
+        measured = None
         if self.machine.gate.wants_significance:
             gradient = self.simulation.gradients.look(push.handle, self.shard)
-            significance = float(gradient.norm() / self.optimizer.values.norm().clamp(min=SMALLEST))
-        self.seat.tell(PushArrived(arrival, push, significance))
+            measured = significance([gradient], self.optimizer.values)
+        self.seat.tell(PushArrived(arrival, push, measured))
 
     def apply(self, action: Apply) -> None:
         take, cut = self.simulation.gradients.take, self.optimizer.cut
@@ -107,6 +104,8 @@ class VirtualWorker(WorkerCarrier):
         self.incarnation = incarnation
         self.alive = True
         self.paused_until = 0.0
+        self.paused_s = 0.0
+        """How long all its pauses so far are together."""
         self.duration: Callable[[], float] = simulation.cluster.durations(
             rank, simulation.members.workers, simulation.seed
         )
@@ -152,6 +151,7 @@ class VirtualWorker(WorkerCarrier):
     def compute(self, action: Compute) -> None:
         simulation = self.simulation
         if simulation.iterations is not None and action.iteration >= simulation.iterations:
+            simulation.finished = True
             simulation.leave(self)
             return
         self.computing = action
@@ -161,7 +161,27 @@ class VirtualWorker(WorkerCarrier):
         duration = self.compute_s()
         now = simulation.engine.now
         simulation.strike_at_iteration(self, action.iteration, now + 0.5 * duration)
-        simulation.engine.at(now + duration, COMPUTE, lambda: self.finish(action))
+        self.at_own_time(now + duration, lambda: self.finish(action))
+
+    def pause(self, for_s: float) -> None:
+        """Stand still for so long, as a process that is stopped does; a second pause begins when the first is over."""
+        self.paused_until = max(self.paused_until, self.simulation.engine.now) + for_s
+        self.paused_s += for_s
+
+    def at_own_time(self, due: float, happening: Happening) -> None:
+        """Do something at `due`, or as much later as the worker stands still until then."""
+        engine, counted_s = self.simulation.engine, self.paused_s
+
+        def happen() -> None:
+            nonlocal counted_s
+            missed_s = self.paused_s - counted_s
+            if missed_s > 0:
+                counted_s = self.paused_s
+                engine.at(engine.now + missed_s, COMPUTE, happen)
+            else:
+                happening()
+
+        engine.at(due + max(0.0, self.paused_until - engine.now), COMPUTE, happen)
 
     def compute_s(self) -> float:
         """How long the computation that starts now takes."""
@@ -170,9 +190,6 @@ class VirtualWorker(WorkerCarrier):
     def finish(self, action: Compute) -> None:
         engine = self.simulation.engine
         if not self.alive or self.computing is not action:
-            return
-        if self.paused_until > engine.now:
-            engine.at(self.paused_until, COMPUTE, lambda: self.finish(action))
             return
         self.computing = None
         self.tell(GradientReady(engine.now, action.iteration, action.attempt, self.simulation.slice_bytes))

@@ -22,7 +22,7 @@ from paceline.core.events import (
 )
 from paceline.core.messages import Ack, Handle, Hello, Message, Node, Offer, Reply, Token, Update, View
 from paceline.runtime.driver import NoSuchAction, Seat
-from paceline.runtime.virtual.engine import COMPUTE, MESSAGE
+from paceline.runtime.virtual.engine import MESSAGE
 from paceline.runtime.virtual.network import Network
 from paceline.runtime.virtual.nodes import VirtualWorker
 from paceline.runtime.virtual.simulation import Plan, Simulation, Watcher
@@ -49,6 +49,9 @@ class VirtualPeer(VirtualWorker):
     def compute(self, action: Compute) -> None:
         simulation = self.simulation
         if simulation.iterations is not None and action.iteration >= simulation.iterations:
+            simulation.finished = True
+            simulation.done.add((self.rank, self.incarnation))
+            simulation.consider_end()
             return
         self.computing = action
         samples = simulation.dealer.deal(self.rank, action.iteration)
@@ -56,7 +59,7 @@ class VirtualPeer(VirtualWorker):
         duration = self.compute_s()
         now = simulation.engine.now
         simulation.strike_at_iteration(self, action.iteration, now + 0.5 * duration)
-        simulation.engine.at(now + duration, COMPUTE, lambda: self.finish(action))
+        self.at_own_time(now + duration, lambda: self.finish(action))
 
     def apply(self, action: Apply) -> None:
         gradients = [self.simulation.gradients.take(handle, WHOLE) for handle in action.handles]
@@ -104,6 +107,8 @@ class PeerSimulation(Simulation):
         self.initial = self.flat.clone()
         self.network = Network(plan.cluster)
         self.applied = 0
+        self.done: set[tuple[int, int]] = set()
+        """(rank, incarnation) of those that have done their iterations; they stay members."""
         self.evaluated = "the average of the peers"
 
     def admit(self, ranks: list[int]) -> None:
@@ -115,6 +120,9 @@ class PeerSimulation(Simulation):
             peer.seat = Seat(Node("peer", rank), incarnation, machine, peer, self.record)
             self.workers[rank] = peer
         self.announce(self.authority.admit(joining), self.engine.now)
+
+    def training(self) -> list[int]:
+        return [rank for rank, incarnation in self.authority.members.items() if (rank, incarnation) not in self.done]
 
     def announce(self, view: View, when: float) -> None:
         arrival = when + self.cluster.latency_s

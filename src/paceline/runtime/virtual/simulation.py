@@ -11,14 +11,16 @@ from torch import Tensor
 
 from paceline.cluster import Cluster, Fault
 from paceline.core import messages
+from paceline.core.actions import Park, Wait
 from paceline.core.events import PlanArrived, ViewChanged
 from paceline.core.messages import FromScheduler, Members, Node, View
 from paceline.core.policy import Policy
+from paceline.core.progress import NAMED
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record, Trace
 from paceline.dealing import SHUFFLED, Dealer, dealer_of
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.runtime.driver import Authority, Seat
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
@@ -94,6 +96,10 @@ class Simulation:
         """Without servers: when, and how far from their average the peers were."""
         self.reached_s: float | None = None
         self.steps = 0
+        self.finished = False
+        """Somebody has done all its iterations: whoever joins after the last one finds nothing left to do."""
+        self.joins = sum(fault.kind == "join" for fault in plan.cluster.faults)
+        """How many are still to come, or to come back."""
         self.at_iteration = [fault for fault in plan.cluster.faults if fault.at_iteration is not None]
         self.servers = [self._server(shard) for shard in range(plan.members.servers)]
         self.scheduler = self._scheduler() if plan.policy.has_scheduler else None
@@ -149,6 +155,8 @@ class Simulation:
                 self.engine.at(fault.at_s, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
         if self.reached_s is None:
             self.engine.run()
+        if not self.engine.stopped and self.training():
+            raise PacelineError(self.why_stuck())
         if self.history[-1].time_s < self.engine.now and self.reached_s is None:
             self.evaluate()
         parameters = self.layout.named(self.flat)
@@ -208,6 +216,7 @@ class Simulation:
         worker.die()
         del self.workers[worker.rank]
         self.announce(self.authority.remove(worker.rank), self.engine.now)
+        self.consider_end()
 
     def lose(self, worker: VirtualWorker) -> None:
         """The worker is gone without a word; the authority notices after `detect_s`."""
@@ -217,8 +226,32 @@ class Simulation:
         def noticed() -> None:
             if self.authority.members.get(worker.rank) == worker.incarnation:
                 self.announce(self.authority.remove(worker.rank), self.engine.now)
+                self.consider_end()
 
         self.engine.at(self.engine.now + self.cluster.detect_s, FAULT, noticed)
+
+    def training(self) -> list[int]:
+        """The members that have not done their part yet."""
+        return list(self.authority.members)
+
+    def consider_end(self) -> None:
+        """The run is over when nobody trains and nobody is to come."""
+        if not self.training() and (self.finished or not self.joins):
+            self.engine.wind_up()
+
+    def why_stuck(self) -> str:
+        """Nothing will ever happen again, and somebody has not done its part: who, and what it waits for."""
+        stuck = self.training()
+        reasons: dict[int, str] = {}
+        for record in self.trace.records:
+            for action in record.actions:
+                if isinstance(action, Park):
+                    reasons[action.pull.worker] = f"parked by {record.node.role} {record.node.rank}, {action.reason}"
+                elif isinstance(action, Wait):
+                    reasons[record.node.rank] = f"waiting, {action.reason}"
+        said = "; ".join(f"worker {rank} is {reasons.get(rank, 'without an answer')}" for rank in stuck[:NAMED])
+        more = f"; and {len(stuck) - NAMED} more" if len(stuck) > NAMED else ""
+        return f"{self.plan.policy}: nobody can go on after {self.engine.now:.2f} s: {said}{more}"
 
     def strike_at_iteration(self, worker: VirtualWorker, iteration: int, when: float) -> None:
         """Faults that wait for an iteration strike when it, or one after it, is started: it may be skipped."""
@@ -230,6 +263,7 @@ class Simulation:
     def strike(self, fault: Fault) -> None:
         worker = self.workers.get(fault.worker)
         if fault.kind == "join":
+            self.joins -= 1
             if worker is None:
                 self.admit([fault.worker])
         elif worker is None:
@@ -238,11 +272,12 @@ class Simulation:
             self.lose(worker)
         elif fault.kind == "restart":
             self.lose(worker)
+            self.joins += 1
             self.engine.at(self.engine.now + fault.for_s, FAULT, lambda: self.strike(Fault("join", fault.worker)))
         elif fault.kind == "leave":
             self.leave(worker)
         else:
-            worker.paused_until = self.engine.now + fault.for_s
+            worker.pause(fault.for_s)
 
     # Evaluation.
 

@@ -28,6 +28,7 @@ from paceline.core.messages import FromScheduler, Members, Node, Plan, Pull, Pus
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.trace import Header, Record, Trace
+from paceline.errors import PacelineError
 from paceline.runtime.driver import Authority, Carrier, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Engine, Wire
 from paceline.runtime.virtual.scheduling import VirtualScheduler
@@ -50,7 +51,7 @@ class TimingPlan:
 
 
 class Timing:
-    """One run. Afterwards `engine.now` is how long it took, and `engine.sequence` how much happened."""
+    """One run. Afterwards `engine.now` is how long it took, and `engine.happened` how much happened."""
 
     def __init__(self, plan: TimingPlan) -> None:
         self.plan = plan
@@ -60,6 +61,8 @@ class Timing:
         self.trace = Trace(header)
         self.updates = 0
         self.authority = Authority()
+        self.done: set[int] = set()
+        """The workers that have done their iterations."""
         self.servers = [TimedServer(self, shard) for shard in range(plan.members.servers)]
         self.workers = [
             TimedWorker(self, rank) if plan.cluster.link(rank) is None else LinkedWorker(self, rank)
@@ -89,12 +92,22 @@ class Timing:
             for server in self.servers:
                 server.seat.machine.check()
 
+    def note_done(self, rank: int) -> None:
+        self.done.add(rank)
+        if self.plan.policy.has_scheduler:
+            self.announce(self.authority.remove(rank))
+        if len(self.done) == self.plan.members.workers:
+            self.engine.wind_up()
+
     def run(self) -> int:
         """Run to the end; the number of events that machines handled."""
         view = self.authority.admit(dict.fromkeys(range(self.plan.members.workers), 0))
         self.announce(view, [worker.seat for worker in self.workers])
         self.engine.run()
-        return self.engine.sequence
+        if left := self.plan.members.workers - len(self.done):
+            after = f"nobody can go on after {self.engine.now:.2f} s"
+            raise PacelineError(f"{self.plan.policy}: {after}, {left} are not done")
+        return self.engine.happened
 
     def announce(self, view: View, also: Sequence[Seat] = ()) -> None:
         """Tell the shards, and the scheduler if there is one."""
@@ -165,8 +178,8 @@ class TimedWorker(WorkerCarrier):
             done = self.engine.now + self.duration()
             ready = GradientReady(done, action.iteration, action.attempt, self.timing.slice_bytes)
             self.engine.tell(done, COMPUTE, self.finish, ready)
-        elif self.timing.plan.policy.has_scheduler:
-            self.timing.announce(self.timing.authority.remove(self.rank))
+        else:
+            self.timing.note_done(self.rank)
 
     def finish(self, ready: GradientReady) -> None:
         if self.computing == (ready.iteration, ready.attempt):

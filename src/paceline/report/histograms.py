@@ -1,0 +1,112 @@
+"""How stale the gradients were: a histogram for each run, side by side on one axis of staleness.
+
+With a thousand workers staleness goes into the thousands, so values share a bar when there are many; the few that lie
+far out are counted in the last bar, or they would press all others together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from paceline.report.charts import BOX, Axis, axis
+from paceline.report.markup import count, share, swatch, tag, text
+from paceline.report.view import RunView, labels
+
+MOST_BARS = 40
+FAR_OUT = 0.002
+"""The share of a run's gradients that may lie beyond the axis."""
+
+NOTE = (
+    "Share of the gradients by staleness: how many updates were made between reading the parameters and using the "
+    "gradient. All runs have the same axis across, each its own upwards."
+)
+
+
+def staleness_section(runs: list[RunView]) -> str:
+    """A figure for each run that has any; nothing where none has."""
+    known = [run.staleness for run in runs if run.staleness]
+    if not known:
+        return ""
+    largest = max(map(_last_shown, known))
+    width = bar_width(largest)
+    bars = largest // width + 1
+    names = labels(runs)
+    figures = [_figure(index, names[index], run, width, bars) for index, run in enumerate(runs) if run.staleness]
+    return tag("p", text(NOTE), class_="note") + tag("div", "".join(figures), class_="histograms")
+
+
+def _last_shown(counts: Mapping[int, int]) -> int:
+    """The smallest staleness beyond which there are only a few."""
+    beyond = FAR_OUT * sum(counts.values())
+    last = max(counts)
+    for value in sorted(counts, reverse=True):
+        last = value
+        beyond -= counts[value]
+        if beyond < 0:
+            break
+    return last
+
+
+def bar_width(largest: int) -> int:
+    """How many values share a bar: 1, 2 or 5 times a power of ten."""
+    wanted = (largest + 1) / MOST_BARS
+    if wanted <= 1:
+        return 1
+    power = 10 ** math.floor(math.log10(wanted))
+    return next(int(times * power) for times in (1, 2, 5, 10) if times * power >= wanted)
+
+
+def gathered(counts: Mapping[int, int], width: int, bars: int) -> list[int]:
+    """How many gradients each bar stands for; the last has all beyond it too."""
+    heights = [0] * bars
+    for value, number in counts.items():
+        heights[min(value // width, bars - 1)] += number
+    return heights
+
+
+def _figure(index: int, name: str, run: RunView, width: int, bars: int) -> str:
+    counts = run.staleness
+    total = sum(counts.values())
+    heights = [number / total for number in gathered(counts, width, bars)]
+    y = axis(0.0, max(heights), 3)
+    shapes = [f'<path class="grid" d="{"".join(f"M0 {BOX * (1 - y.place(tick)):.1f}H{BOX}" for tick in y.ticks)}"/>']
+    for bar, height in enumerate(heights):
+        if height:
+            first, last = bar * width, bar * width + width - 1
+            beyond = bar == bars - 1 and max(counts) > last
+            values = f"{count(first)} or more" if beyond else count(first) if width == 1 else f"{first} to {last}"
+            tall = max(6.0, BOX * y.place(height))
+            place = f'x="{BOX * bar / bars:.1f}" width="{BOX / bars:.1f}" y="{BOX - tall:.1f}" height="{tall:.1f}"'
+            shapes.append(f"<rect {place}><title>staleness {text(values)}: {text(share(height))}</title></rect>")
+    svg = tag(
+        "svg",
+        "".join(shapes),
+        viewBox=f"0 0 {BOX} {BOX}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=f"Staleness of the gradients, {name}",
+    )
+    mean = sum(value * number for value, number in counts.items()) / total
+    said = tag("span", text(f"mean {mean:.1f}, at most {count(max(counts))}"), class_="said")
+    frame = _y_ticks(y) + tag("div", svg, class_=f"bins r{index % 8}") + _x_ticks(width, bars)
+    caption = tag("figcaption", swatch(index) + tag("b", text(name)) + said)
+    return tag("figure", caption + tag("div", frame, class_="frame"), class_="histogram")
+
+
+def _y_ticks(y: Axis) -> str:
+    ticks = [tag("span", text(share(tick)), style=f"bottom:{100 * y.place(tick):.2f}%") for tick in y.ticks]
+    widest = max((share(tick) for tick in y.ticks), key=len)
+    return tag("div", tag("span", text(widest), class_="widest") + "".join(ticks), class_="y")
+
+
+def _x_ticks(width: int, bars: int) -> str:
+    """Below the middle of a bar that stands for one value, below the beginning of one that stands for several."""
+    step = max(1, round(axis(0.0, float(max(1, width * bars)), 4).ticks[1]))
+    middle = 0.5 if width == 1 else 0.0
+    ticks = []
+    for tick in range(0, width * bars, step):
+        place = 100 * (tick + middle) / (width * bars)
+        edge = "first" if place < 1 else "last" if place > 97 else None
+        ticks.append(tag("span", text(count(tick)), style=f"left:{place:.2f}%", class_=edge))
+    return tag("div", "".join(ticks), class_="x")
