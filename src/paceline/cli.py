@@ -23,7 +23,7 @@ from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.graph import Graph
 from paceline.commands.reproduce import Reproduce
-from paceline.commands.run import Report, Resume, Run
+from paceline.commands.run import Report, Resume, Run, Servers
 from paceline.commands.tune import Tune
 from paceline.errors import ConfigError, PacelineError
 
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Any] = {
     "simulate": Simulate,
     "run": Run,
     "resume": Resume,
+    "servers": Servers,
     "report": Report,
     "reproduce": Reproduce,
     "tune": Tune,

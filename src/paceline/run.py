@@ -38,6 +38,28 @@ class Point(NamedTuple):
     accuracy: float | None
 
 
+class ServerChange(NamedTuple):
+    """The number of servers changed: when, from and to how many, what share of the parameters moved.
+
+    `held_s` is from telling the workers to stand still until they are told to go on, `moving_s` the last part of it,
+    in which nobody computes.
+    """
+
+    at_s: float
+    before: int
+    after: int
+    moved_share: float
+    held_s: float
+    moving_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.after} server{'s' * (self.after > 1)} instead of {self.before}: "
+            f"{self.moved_share:.1%} of the parameters moved, "
+            f"training was held for {self.held_s:.3f} s"
+        )
+
+
 @dataclass(frozen=True)
 class Target:
     """When a run has learned enough: accuracy at least, or loss at most, `value`."""
@@ -96,6 +118,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
+    server_changes: list[ServerChange] = field(default_factory=list)
+    """Live: how the number of servers has changed."""
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -159,6 +183,7 @@ class Run:
             "evaluated": self.evaluated,
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
+            **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 

@@ -6,6 +6,7 @@ trace.jsonl          every event and every decision (core/trace.py)
 model.safetensors    the model's state: `model.load_state_dict(safetensors.torch.load_file(...))`
 average.safetensors  the same with the moving average of the parameters, if one was kept (`ema`)
 checkpoints/         see runtime/live/checkpoint.py
+live.json            while it runs: where its driver listens (`paceline servers DIR N`)
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from paceline.core.trace import Trace
 from paceline.errors import ConfigError
-from paceline.run import Point, Run, Target, write_whole
+from paceline.run import Point, Run, ServerChange, Target, write_whole
 
 CONFIG, METRICS, TRACE, MODEL = "config.json", "metrics.json", "trace.jsonl", "model.safetensors"
 AVERAGE = "average.safetensors"
+LIVE = "live.json"
 
 
 def new(base: Path, label: str) -> Path:
@@ -50,6 +52,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{str(folder / CONFIG)!r} is not a run's configuration")
     return config
+
+
+def write_live(folder: Path, shared: Path) -> None:
+    """Leave word where a run that goes on now has its sockets."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / LIVE, json.dumps({"folder": str(shared)}).encode() + b"\n")
+
+
+def read_live(folder: Path) -> Path:
+    """Where the run has its sockets, if it goes on now."""
+    read_config(folder)
+    try:
+        return Path(json.loads((folder / LIVE).read_text(encoding="utf-8"))["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"the run in {str(folder)!r} is not going on") from None
 
 
 def save(folder: Path, run: Run) -> None:
@@ -98,4 +115,5 @@ def load(folder: Path) -> Run:
         config=config,
         average=average,
         failures=metrics["failures"],
+        server_changes=[ServerChange(**change) for change in metrics["summary"].get("server_changes", ())],
     )

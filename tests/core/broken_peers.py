@@ -110,8 +110,8 @@ class Hoarding(UpdateQueue):
     def is_late(self, handle: Handle, averaged: int) -> bool:
         return False
 
-    def take(self, k: int, weights: Mapping[int, float], own: int) -> Average:
-        average = super().take(k, weights, own)
+    def take(self, k: int, weights: Mapping[int, float]) -> Average:
+        average = super().take(k, weights)
         for handle in average.late:
             self.held[handle.source][handle.iteration] = handle
         return Average(average.handles, average.weights, average.own, ())
@@ -123,6 +123,13 @@ class KeepsWhatIsLate(Unchecked):
     def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
         super().__init__(rank, graph, rules)
         self.queue = Hoarding(rules)
+
+
+class ForgetsInSilence(Unchecked):
+    """Does not say that an update is not needed any more: whoever keeps its tensor keeps it for ever."""
+
+    def drop(self, handle: Handle, reason: str) -> None:
+        """Say nothing."""
 
 
 class DropsAndAverages(Unchecked):
@@ -141,7 +148,7 @@ class WeighsAllAlike(Unchecked):
 
     def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
         super().__init__(rank, graph, rules)
-        self.queue.shares = lambda taken, k, weights, own: [1.0] * (len(taken) + 1)  # type: ignore[method-assign]
+        self.queue.shares = lambda taken, k, weights: [1.0] * (len(taken) + 1)  # type: ignore[method-assign]
 
 
 class GreetsNobody(Unchecked):
@@ -212,6 +219,7 @@ CASES: list[tuple[type, str | OnGraph, set[str]]] = [
     (JumpsPastItsNeighbours, "hop:graph=ring-based,backup=1,max_gap=3,skip=10,trigger=1", {"hang"}),
     (AcksLate, "hop:graph=ring,notify_ack=true", {"hang"}),
     (KeepsWhatIsLate, "hop:graph=ring-based,backup=1,max_gap=2", {"capacity"}),
+    (ForgetsInSilence, "hop:graph=ring-based,backup=1,max_gap=2", {"handles"}),
     (DropsAndAverages, "hop:graph=ring", {"handles"}),
     (WeighsAllAlike, "hop:graph=hierarchical,machines=3:2:2", {"average"}),
     (GreetsNobody, "hop:graph=ring", {"hang"}),

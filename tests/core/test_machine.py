@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import get_args
 
 import pytest
 
-from paceline.core.actions import Action
+from paceline.core.actions import Action, Reduce, Wait
 from paceline.core.events import (
+    AckArrived,
     ComputeAborted,
     Event,
     GradientReady,
+    HelloArrived,
     NotifyArrived,
+    OfferArrived,
     ParametersArrived,
     PlanArrived,
     PullArrived,
     PushArrived,
     PushRejected,
     ReleaseArrived,
+    ReplyArrived,
     Restored,
     ResyncArrived,
     RiseArrived,
+    ServersChanged,
     TimerFired,
+    TokenArrived,
+    UpdateArrived,
     ViewChanged,
 )
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
 from paceline.core.messages import (
+    Ack,
     Handle,
+    Hello,
     Members,
     Node,
     Notify,
+    Offer,
     Parameters,
     Plan,
     Pull,
     Push,
     Release,
+    Reply,
     Resync,
     Rise,
+    Token,
+    Update,
     View,
 )
 from paceline.core.words import in_words
@@ -62,6 +76,13 @@ EVENTS: list[Event] = [
     ResyncArrived(0.0, Resync(0, 0, 1)),
     PlanArrived(0.0, Plan(1, ((0, 0, 4),))),
     ComputeAborted(0.0, 1, 0),
+    ServersChanged(0.0, 0.0, (8, 8), (3,), View(9, ((0, 0),)), 4, ((0, 4),)),
+    UpdateArrived(0.0, Update(Handle(0, 0, 1, 0, 0))),
+    TokenArrived(0.0, Token(0, 0, 1)),
+    AckArrived(0.0, Ack(0, 0, 1)),
+    HelloArrived(0.0, Hello(0, 0, 1, 2, 3)),
+    OfferArrived(0.0, Offer(Handle(0, 0, 1, 0, 0))),
+    ReplyArrived(0.0, Reply(0, 0, 1, None)),
 ]
 
 
@@ -80,22 +101,8 @@ class TestDispatch:
         listener = Listener()
         for event in EVENTS:
             listener.handle(event)
-        assert heard == [
-            ("on_view_changed", "ViewChanged"),
-            ("on_restored", "Restored"),
-            ("on_push_arrived", "PushArrived"),
-            ("on_push_rejected", "PushRejected"),
-            ("on_pull_arrived", "PullArrived"),
-            ("on_parameters_arrived", "ParametersArrived"),
-            ("on_gradient_ready", "GradientReady"),
-            ("on_timer_fired", "TimerFired"),
-            ("on_rise_arrived", "RiseArrived"),
-            ("on_release_arrived", "ReleaseArrived"),
-            ("on_notify_arrived", "NotifyArrived"),
-            ("on_resync_arrived", "ResyncArrived"),
-            ("on_plan_arrived", "PlanArrived"),
-            ("on_compute_aborted", "ComputeAborted"),
-        ]
+        names = [type(event).__name__ for event in EVENTS]
+        assert heard == [("on" + re.sub("([A-Z])", r"_\1", name).lower(), name) for name in names]
 
     def test_first_the_event_then_settle_then_check(self) -> None:
         class Listener(Machine):
@@ -141,6 +148,7 @@ class TestDispatch:
         speculating.start()
         speculating.answer_all(0)
         actions += speculating.worker.handle(ResyncArrived(0.0, Resync(0, 0, 0)))
+        actions += [Reduce(3, (Handle(0, 0, 1, 0, 0),), (0.5,), 0.5), Wait(3, "updates of peer 1", (1,))]
         assert {type(action) for action in actions} == set(get_args(Action))
         for thing in [*EVENTS, *actions]:
             assert "\n" not in in_words(thing)

@@ -8,7 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from paceline.core.actions import AbortCompute, Action, Answer, Reduce, Wait
+from paceline.core.actions import AbortCompute, Action, Answer, Drop, Reduce, Wait
 from paceline.core.events import (
     ComputeAborted,
     Event,
@@ -21,15 +21,16 @@ from paceline.core.events import (
     Restored,
     ResyncArrived,
     RiseArrived,
+    ServersChanged,
 )
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
-from paceline.core.policy import CentralPolicy
+from paceline.core.policy import CentralPolicy, PeerPolicy
 from paceline.core.trace import Header, Record, Trace, encode_record, read_records, replay
 from paceline.core.words import in_words
 from paceline.errors import PacelineError
 from paceline.policies import ASP, BSP, SSP, Backup, Scheduled, Waiting, parse
-from paceline.testing import play
+from paceline.testing import play, play_peers
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,24 @@ class TestBytes:
     def test_the_run_has_every_kind_of_event_and_action(self, trace: Trace) -> None:
         """So that the round trip above is one of every class."""
         of_schedulers = {RiseArrived, ReleaseArrived, NotifyArrived, ResyncArrived, PlanArrived, ComputeAborted}
-        elsewhere = {Restored} | of_schedulers | set(get_args(PeerEvent))
+        elsewhere = {Restored, ServersChanged} | of_schedulers | set(get_args(PeerEvent))
         assert {type(record.event) for record in trace} == set(get_args(Event)) - elsewhere
         actions = {type(action) for record in trace for action in record.actions}
         assert actions == set(get_args(Action)) - {AbortCompute, Reduce, Wait}
+
+    def test_runs_of_peers_go_there_and_back_too(self) -> None:
+        events, actions = set(), set()
+        for text in ("hop:graph=ring,notify_ack=true", "hop:graph=ring,max_gap=2", "adpsgd:graph=complete"):
+            policy = parse(text)
+            assert isinstance(policy, PeerPolicy)
+            trace = play_peers(policy, peers=5, iterations=8, seed=3, faults=True).trace
+            assert Trace.from_bytes(trace.to_bytes()).records == trace.records
+            assert all(in_words(thing) for record in trace for thing in (record.event, *record.actions))
+            assert any(record.node == ("peer", 1) for record in trace.story(1))
+            events |= {type(record.event) for record in trace}
+            actions |= {type(action) for record in trace for action in record.actions}
+        assert events >= set(get_args(PeerEvent))
+        assert actions >= {Reduce, Wait, Drop}
 
     def test_a_run_with_a_scheduler_goes_there_and_back_too(self) -> None:
         trace = play(Scheduled(base="bsp"), workers=3, iterations=6, seed=3, faults=False).trace

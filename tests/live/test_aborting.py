@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.api import Job, train_job_live
+from paceline.cluster import Fault
+from paceline.cluster.models import LogNormal
 from paceline.core.actions import AbortCompute, Compute, Send
 from paceline.core.events import ComputeAborted, GradientReady, PullArrived, PushArrived
 from paceline.core.messages import Resync, View
@@ -409,15 +411,32 @@ def test_in_a_run_computations_are_given_up_and_done_again(policy: str) -> None:
 
 
 def test_a_sleep_that_stands_for_computing_is_cut_short() -> None:
-    """digits-mlp computes for a millisecond; the rest of its 40 is the scenario's."""
+    """The workload computes for a millisecond; the rest of its 40 is the scenario's."""
     policy = "specsync:abort_time=0.01,abort_rate=0"
     run = train_job_live(Job("quadratic", policy, 3, 1, "steady:compute_s=0.04", 12, None, None, None, 0))
     assert run.failures == []
     assert run.replay() == []
-    aborted = [r.event for r in run.trace if isinstance(r.event, ComputeAborted)]
+    aborted = [r for r in run.trace if isinstance(r.event, ComputeAborted)]
     assert len(aborted) > 5
-    ordered = {(r.node.rank, a.iteration): r.event.at for r in run.trace for a in r.actions if isinstance(a, Compute)}
-    assert ordered
+    begun = {
+        (r.node.rank, a.iteration): r.event.at
+        for r in run.trace
+        for a in r.actions
+        if isinstance(a, Compute) and a.attempt == 0
+    }
+    lost = [r.event.at - begun[r.node.rank, r.event.iteration] for r in aborted if isinstance(r.event, ComputeAborted)]
+    assert 0.01 <= sorted(lost)[len(lost) // 2] < 0.04, "after ABORT_TIME, before it would have been done"
+
+
+def test_workers_may_die_and_come_back() -> None:
+    faults = (Fault("restart", 1, at_iteration=5, for_s=0.1), Fault("crash", 2, at_iteration=8))
+    cluster = LogNormal(compute_s=0.03, sigma=0.2, faults=faults)
+    policy = "specsync:base=ssp(staleness=3),abort_time=0.01,abort_rate=0"
+    run = train_job_live(Job("quadratic", policy, 4, 2, cluster, 15, None, None, None, 0))
+    assert run.replay() == []
+    lives = {(r.node.rank, r.incarnation) for r in run.trace if isinstance(r.event, GradientReady)}
+    assert lives >= {(0, 0), (1, 1), (3, 0)}, "of the killed ones the last records are lost"
+    assert sum(isinstance(r.event, ComputeAborted) for r in run.trace) > 5
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ virtual run and the sleeps injected into a live one.
 """
 
 from paceline.cluster.files import bundled, from_table, load, read, to_table
-from paceline.cluster.happenings import Edge, Fault, FaultKind, Link
+from paceline.cluster.happenings import Edge, Fault, FaultKind, Link, Resize
 from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
 
 __all__ = [
-    "CATALOGUE", "Cluster", "Edge", "Fault", "FaultKind", "Link", "Slowdown", "bundled", "from_table", "load", "read",
-    "to_table",
+    "CATALOGUE", "Cluster", "Edge", "Fault", "FaultKind", "Link", "Resize", "Slowdown", "bundled", "from_table", "load",
+    "read", "to_table",
 ]  # fmt: skip

@@ -23,6 +23,10 @@ are told.
     worker = 2
     at_s = 3.0                       # or at_iteration = 40
 
+    [[servers]]                      # another number of servers, in a live run
+    count = 3
+    at_s = 5.0                       # or at_iteration = 100
+
 docs/scenarios.md has every key. A short name means one of paceline's own files (`scenarios/`), whose top-level keys
 may be changed as in `noisy-neighbours:compute_s=0.02`.
 """
@@ -41,13 +45,13 @@ import msgspec
 from msgspec import Struct
 
 from paceline.cluster import happenings
-from paceline.cluster.happenings import Edge, Fault, Link
+from paceline.cluster.happenings import Edge, Fault, Link, Resize
 from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
 from paceline.core import spec
 from paceline.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "scenarios"
-TABLES = ("slowdown", "link", "edge", "fault")
+TABLES = ("slowdown", "link", "edge", "fault", "servers")
 OF_ALL = tuple(field.name for field in spec.text_fields(Cluster))
 """Keys that every model has: they say what the cluster is, not who is slower by how much."""
 
@@ -108,6 +112,7 @@ def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
     return dataclasses.replace(
         model,
         faults=tuple(happenings.read(Fault, each, f"[[fault]] {n}") for n, each in enumerate(lists["fault"], 1)),
+        resizes=tuple(happenings.read(Resize, each, f"[[servers]] {n}") for n, each in enumerate(lists["servers"], 1)),
         links=tuple(happenings.read(Link, each, f"[[link]] {n}") for n, each in enumerate(lists["link"], 1)),
         edges=tuple(happenings.read(Edge, each, f"[[edge]] {n}") for n, each in enumerate(lists["edge"], 1)),
         also=tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1)),
@@ -122,6 +127,7 @@ def to_table(cluster: Cluster) -> dict[str, Any]:
         if value is not None:
             table[field.name] = list(value) if isinstance(value, tuple) else value
     table["fault"] = [msgspec.to_builtins(fault) for fault in cluster.faults]
+    table["servers"] = [msgspec.to_builtins(resize) for resize in cluster.resizes]
     table["link"] = [msgspec.to_builtins(link) for link in cluster.links]
     table["edge"] = [msgspec.to_builtins(edge) for edge in cluster.edges]
     table["slowdown"] = []
@@ -129,7 +135,7 @@ def to_table(cluster: Cluster) -> dict[str, Any]:
         when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
         model = {key: value for key, value in to_table(slowdown.model).items() if key not in (*TABLES, *OF_ALL)}
         table["slowdown"].append({**model, **msgspec.to_builtins(when)})
-    for each in table["fault"] + table["link"] + table["edge"] + table["slowdown"]:
+    for each in table["fault"] + table["servers"] + table["link"] + table["edge"] + table["slowdown"]:
         for key in [key for key, value in each.items() if value is None or value == math.inf]:
             del each[key]
     return table

@@ -1,6 +1,7 @@
-"""What happens to single workers: faults at a time or an iteration, and connections worse than the others'.
+"""What happens at a time or an iteration: faults of single workers, other numbers of servers; and whose connection is
+worse than the others'.
 
-Both are read from tables of a TOML file, key by key, so that what is wrong is said with its key, its value and what
+All are read from tables of a TOML file, key by key, so that what is wrong is said with its key, its value and what
 is allowed.
 """
 
@@ -31,6 +32,14 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     """How long a pause is, or how long a worker that restarts is gone."""
 
 
+class Resize(Struct, frozen=True, forbid_unknown_fields=True):
+    """Another number of servers, from a time on or from when the first worker computes an iteration (live)."""
+
+    count: int
+    at_s: float | None = None
+    at_iteration: int | None = None
+
+
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
     """The own connection of some workers: what they send and get passes it besides the servers'."""
 
@@ -54,6 +63,7 @@ class Edge(Struct, frozen=True, forbid_unknown_fields=True):
 
 ALLOWED = {
     "kind": f"one of {', '.join(get_args(FaultKind))}",
+    "count": "a whole number, 1 or more",
     "worker": "a whole number, 0 or more",
     "workers": "a list of whole numbers, 0 or more",
     "between": "a list of two whole numbers, 0 or more",
@@ -77,7 +87,7 @@ def read(cls: type[T], table: Mapping[str, Any], label: str) -> T:
             msgspec.convert(value, fields[key].type)
         except msgspec.ValidationError:
             raise ConfigError(f"{label}: {key}={value!r} must be {ALLOWED[key]}") from None
-        least = 1 if key == "bandwidth" else 0
+        least = 1 if key in ("bandwidth", "count") else 0
         numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(number, int | float) and not least <= number < math.inf for number in numbers):
             raise ConfigError(f"{label}: {key}={value!r} is out of range: {ALLOWED[key]}")
@@ -100,6 +110,11 @@ def check_fault(fault: Fault, workers: int) -> None:
         value = getattr(fault, name)
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{fault.kind} of worker {fault.worker}: {name}={value} is out of range: 0 or more")
+
+
+def check_resize(resize: Resize) -> None:
+    if (resize.at_s is None) == (resize.at_iteration is None):
+        raise ConfigError(f"a change to {resize.count} servers needs either at_s or at_iteration")
 
 
 def check_workers(label: str, named: Sequence[int], workers: int) -> None:

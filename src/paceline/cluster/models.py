@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.cluster.happenings import Edge, Fault, Link, check_fault, check_workers
+from paceline.cluster.happenings import Edge, Fault, Link, Resize, check_fault, check_resize, check_workers
 from paceline.cluster.recorded import durations_in
 from paceline.core.spec import Spec, option, parameter
 from paceline.errors import ConfigError
@@ -50,6 +50,8 @@ class Cluster(Spec):
         1.25e9, low=1, doc="bytes a machine sends, and gets, per second to and from others"
     )
     faults: tuple[Fault, ...] = dataclasses.field(default=(), kw_only=True)
+    resizes: tuple[Resize, ...] = dataclasses.field(default=(), kw_only=True)
+    """How the number of servers changes (live)."""
     links: tuple[Link, ...] = dataclasses.field(default=(), kw_only=True)
     """Workers whose own connection is worse than the servers'."""
     edges: tuple[Edge, ...] = dataclasses.field(default=(), kw_only=True)
@@ -91,6 +93,8 @@ class Cluster(Spec):
         """Raise `ConfigError` if a fault, a link or a slowdown names a worker that cannot be."""
         for fault in self.faults:
             check_fault(fault, workers)
+        for resize in self.resizes:
+            check_resize(resize)
         for link in self.links:
             check_workers("link", link.workers, workers)
         for edge in self.edges:

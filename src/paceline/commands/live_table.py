@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.commands.screen import console
+from paceline.commands.screen import console, count
 from paceline.run import Point, Target
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class LiveTable:
 
     def headline(self) -> str:
         parts = [f"{self.label}: {time.monotonic() - self.began:.0f} s"]
+        if self.driver is not None and self.driver.changes:
+            parts.append(count(self.driver.servers.count, "server"))
         if self.last is not None:
             parts.append(f"{self.last.updates} updates")
             if self.last.loss is not None:

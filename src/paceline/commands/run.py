@@ -13,7 +13,7 @@ from paceline.api import check_cluster, check_count, check_members, check_policy
 from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
 from paceline.commands.screen import console, count, show_table, tell_result, tell_slices
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.policies import check_live
 from paceline.report.html import write
 from paceline.run import Target
@@ -163,10 +163,41 @@ class Resume:
             for field in fields(Run)
             if field.name in config and field.name not in NOT_RESUMED
         }
+        given["servers"] = self.last_servers(folder, given["servers"])
         for name in ("workers", "servers"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
         return Run(**given).main(script, resume=folder)
+
+    def last_servers(self, folder: Path, at_first: int) -> int:
+        """How many servers the run had in the end: their number may have changed."""
+        from paceline.runtime.live import checkpoint
+
+        try:
+            return len(checkpoint.latest(folder / checkpoint.FOLDER)[1].shards)
+        except PacelineError:
+            return at_first  # there is nothing to resume from, which the run itself says best
+
+
+@dataclass(kw_only=True)
+class Servers:
+    """Change the number of servers of a run that goes on: paceline servers DIR COUNT
+
+    The workers are held before their next push, the least possible share of the parameters moves, and training
+    goes on with nothing lost (docs/sharding.md). It says what moved and how long that took.
+    """
+
+    dir: Annotated[str, tyro.conf.Positional]
+    """The folder of the run."""
+    count: Annotated[int, tyro.conf.Positional]
+    """How many servers there are to be."""
+
+    def main(self) -> int:
+        from paceline.runtime.live.asking import ask_for_servers
+
+        check_count("count", self.count)
+        console.print(ask_for_servers(rundir.read_live(Path(self.dir)), self.count), soft_wrap=True)
+        return 0
 
 
 @dataclass(kw_only=True)

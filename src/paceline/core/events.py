@@ -38,6 +38,24 @@ class Restored(Struct, frozen=True, array_like=True, tag=True, gc=False):
     version: int
 
 
+class ServersChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """There are other servers from now on, and each shard has another part of the parameters (`nbytes` each).
+
+    It happens when nothing is under way: every worker in `view` has its parameters and has pushed nothing since, no
+    gradient is held, nobody waits. `versions` are what the shards had by then: all go on from the largest. A shard
+    that is new learns how far everybody is: everything before `V` is finished, `next` has (worker, iteration).
+    `since` is when a worker began to stand still for it.
+    """
+
+    at: float
+    since: float
+    nbytes: tuple[int, ...]
+    versions: tuple[int, ...]
+    view: View
+    V: int
+    next: tuple[tuple[int, int], ...]
+
+
 class PushArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A shard holds the whole slice of a worker's gradient.
 
@@ -176,6 +194,7 @@ PeerEvent = UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArri
 Event = (
     ViewChanged
     | Restored
+    | ServersChanged
     | PushArrived
     | PushRejected
     | PullArrived

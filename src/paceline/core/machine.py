@@ -35,6 +35,7 @@ from paceline.core.events import (
     Restored,
     ResyncArrived,
     RiseArrived,
+    ServersChanged,
     TimerFired,
     TokenArrived,
     UpdateArrived,
@@ -56,6 +57,7 @@ class Machine:
     METHODS: ClassVar[dict[type, str]] = {
         ViewChanged: "on_view_changed",
         Restored: "on_restored",
+        ServersChanged: "on_servers_changed",
         PushArrived: "on_push_arrived",
         PushRejected: "on_push_rejected",
         PullArrived: "on_pull_arrived",

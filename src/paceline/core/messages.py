@@ -146,7 +146,11 @@ FromScheduler = Release | Resync
 
 
 class Update(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The whole parameters of a peer, as they are in `handle.iteration`. (Its `nbytes` is 0: all are alike.)"""
+    """The whole parameters of a peer, in `handle.iteration`, as they are when this is sent.
+
+    `handle.version` numbers the peer's sendings, `nbytes` is 0: all are alike. A receiver keeps the parameters until
+    its machine orders `Reduce` or `Drop`.
+    """
 
     handle: Handle
 

@@ -96,6 +96,9 @@ class Peer(Machine):
                 self.drop(handle, f"peer {peer} is no neighbour any more")
         for peer in set(self.acked).difference(edges.outs):
             del self.acked[peer]
+        for peer, seed in list(self.seeds.items()):
+            if not edges.is_neighbour((peer, seed.incarnation)):
+                self.drop(self.seeds.pop(peer), f"peer {peer} is no neighbour any more")
         if edges.known is None:
             self.stop()
             return
@@ -142,7 +145,7 @@ class Peer(Machine):
             self.drop(handle, f"late: of iteration {handle.iteration}, averaged is {self.averaged}")
         else:
             for replaced in self.queue.add(handle):
-                self.drop(replaced, f"a newer one of peer {sender} is there")
+                self.drop(replaced, f"another one of peer {sender} is there")
 
     def on_token_arrived(self, event: TokenArrived) -> None:
         token = event.token
@@ -209,9 +212,6 @@ class Peer(Machine):
         if not begun or not others or not all(peer in self.seeds for peer in begun):
             return False
         handles = tuple(self.seeds.pop(peer) for peer in begun)
-        for handle in self.seeds.values():
-            self.drop(handle, f"peer {handle.source} is no neighbour any more")
-        self.seeds.clear()
         iteration = max(edges.heard[peer] for peer in begun)
         self.averaged = iteration - 1
         for handle in self.queue.forget_late(self.averaged):
@@ -224,7 +224,7 @@ class Peer(Machine):
         """Average the updates of iteration k, if they are there."""
         if not self.queue.is_enough(k, self.edges.firsts):
             return False
-        average = self.queue.take(k, self.edges.weights, self.rank)
+        average = self.queue.take(k, self.edges.weights)
         self.actions.append(Reduce(k, average.handles, average.weights, average.own))
         for handle in average.late:
             self.drop(handle, f"late: of iteration {handle.iteration}, averaged is {k}")
@@ -335,6 +335,7 @@ class Peer(Machine):
 
     def check(self) -> None:
         require(self.averaged <= self.iteration, f"{self.averaged} is averaged in iteration {self.iteration}")
+        require(not self.seeds or self.phase is Phase.OUTSIDE, f"parameters to begin with are left: {self.seeds}")
         require((self.gradient is not None) <= (self.phase is Phase.RECEIVING), "a gradient waits outside its place")
         for handle in self.queue.handles():
             require(not self.queue.is_late(handle, self.averaged), f"{handle} is late and still here")

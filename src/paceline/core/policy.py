@@ -37,6 +37,8 @@ class Policy(Spec):
     """Where the rule comes from."""
     has_scheduler: ClassVar[bool] = False
     """Whether one more node, the scheduler, decides for all shards together."""
+    servers_may_change: ClassVar[bool] = True
+    """Whether the number of servers may change while a run goes on."""
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
         """The machine of one node. `members` is the size as configured; views say who is alive."""

@@ -56,6 +56,18 @@ class Progress:
             self.promise(worker, iteration)
         self._advance(worker, iteration + 1)
 
+    def stand(self, worker: int, at: int) -> None:
+        """A worker that has just joined has pushed everything before `at` to other shards; it may be late."""
+        if worker not in self.next:
+            return
+        if at < self.V:
+            self._move()
+            self._lift(worker, self.next[worker])
+            self.next[worker] = at
+            self.standing.setdefault(at, {})[worker] = None
+        else:
+            self._advance(worker, at)
+
     def promise(self, worker: int, to: int) -> None:
         """The worker will push nothing below `to` any more: next = max(next, to)."""
         if to <= self.next[worker]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.actions import Park, Send
-from paceline.core.events import PullArrived, ReleaseArrived, RiseArrived, ViewChanged
+from paceline.core.events import PullArrived, ReleaseArrived, RiseArrived, ServersChanged, ViewChanged
 from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Members, Node, Pull, Release, Rise
 from paceline.core.progress import Progress
@@ -133,6 +133,10 @@ class Scheduler(Machine):
         if not 0 <= rise.shard < len(self.finished):
             raise IllegalEvent(f"there is no shard {rise.shard}: there are {len(self.finished)}")
         self.finished[rise.shard] = rise.V
+
+    def on_servers_changed(self, event: ServersChanged) -> None:
+        servers = len(event.nbytes)
+        self.finished = [*self.finished[:servers], *[event.V] * (servers - len(self.finished))]
 
     def settle(self) -> None:
         """Whoever waits for a V that all shards have reached by now is released."""

@@ -26,7 +26,15 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
-from paceline.core.events import PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
+from paceline.core.events import (
+    PullArrived,
+    PushArrived,
+    PushRejected,
+    Restored,
+    ServersChanged,
+    TimerFired,
+    ViewChanged,
+)
 from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.progress import Progress
@@ -87,6 +95,19 @@ class Shard(Machine):
         self.progress.V = event.iteration
         self.version = event.version
         self.adopt(self.plan.in_force(self.rank, event.iteration))
+
+    def on_servers_changed(self, event: ServersChanged) -> None:
+        """This shard has another part of the parameters. How far everybody is stays, or is told to a new shard."""
+        if self.held or self.waiting:
+            raise IllegalEvent(f"shard {self.rank} holds gradients or pulls: the servers cannot change now")
+        new = not self.view.number
+        if new:
+            self.progress.V = event.V
+            self.adopt(self.plan.in_force(self.rank, event.V))
+        self.version = max(event.versions)
+        self.on_view_changed(ViewChanged(event.at, event.view))
+        for worker, at in event.next if new else ():
+            self.progress.stand(worker, at)
 
     def on_view_changed(self, event: ViewChanged) -> None:
         if not self.is_newer(event.view):

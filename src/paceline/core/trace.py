@@ -66,7 +66,7 @@ class Trace:
             raise PacelineError(f"this is not a paceline trace: {error}") from None
 
     def story(self, worker: int) -> list[Record]:
-        """What concerns one worker, on all nodes: the first thing to read when it does something odd."""
+        """What concerns one worker or peer, on all nodes: the first thing to read when it does something odd."""
         return [record for record in self.records if _concerns(record, worker)]
 
 
@@ -105,7 +105,7 @@ def replay(trace: Trace, machine_of: Callable[[Node, Header], Machine]) -> list[
 
 
 def _concerns(record: Record, worker: int) -> bool:
-    if record.node == ("worker", worker):
+    if record.node in (("worker", worker), ("peer", worker)):
         return True
     push = getattr(record.event, "push", None)
     pull = getattr(record.event, "pull", None)
@@ -116,5 +116,5 @@ def _concerns(record: Record, worker: int) -> bool:
 
 def _is_for(action: Action, worker: int) -> bool:
     if isinstance(action, Send):
-        return action.to == ("worker", worker)
+        return action.to in (("worker", worker), ("peer", worker))
     return isinstance(action, Answer) and action.parameters.worker == worker

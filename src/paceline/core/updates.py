@@ -60,14 +60,20 @@ class UpdateQueue:
         self.newest: dict[int, int] = {}
         """sender -> the largest iteration of an update that came from it."""
 
+        self.seen: dict[int, int] = {}
+        """sender -> the version of the last update that came from it: its sendings are numbered."""
+
     def __len__(self) -> int:
         return sum(map(len, self.held.values()))
 
     def add(self, handle: Handle) -> list[Handle]:
-        """Keep an update; those that need not be kept any longer. A copy of one that came is not kept again."""
+        """Keep an update; those that need not be kept any longer. A copy of one that came is ignored."""
         sender, iteration = handle.source, handle.iteration
-        if iteration <= self.newest.get(sender, -1):
+        if handle.version <= self.seen.get(sender, 0):
             return []
+        self.seen[sender] = handle.version
+        if iteration <= self.newest.get(sender, -1):
+            return [handle]  # sent for a beginning that was over, then again as the update of that iteration
         self.newest[sender] = iteration
         kept = self.held.setdefault(sender, {})
         before = list(kept.values()) if self.rules.staleness is not None else []
@@ -79,6 +85,7 @@ class UpdateQueue:
     def forget(self, sender: int) -> list[Handle]:
         """What came from a sender that is gone."""
         self.newest.pop(sender, None)
+        self.seen.pop(sender, None)
         return list(self.held.pop(sender, {}).values())
 
     def forget_late(self, averaged: int) -> list[Handle]:
@@ -100,8 +107,8 @@ class UpdateQueue:
         spared = min(self.rules.backup, max(0, len(firsts) - 1))
         return len(self.missing(k, firsts)) <= spared
 
-    def take(self, k: int, weights: Mapping[int, float], own: int) -> Average:
-        """The average of iteration k; what it needs no more leaves the queue. `own` is the peer's rank."""
+    def take(self, k: int, weights: Mapping[int, float]) -> Average:
+        """The average of iteration k; what it needs no more leaves the queue."""
         rules = self.rules
         if rules.staleness is None:
             taken = [kept[k] for kept in self.held.values() if k in kept]
@@ -112,12 +119,12 @@ class UpdateQueue:
         late = [h for kept in self.held.values() for h in kept.values() if h.iteration <= k and h not in chosen]
         for handle in (*taken, *late):
             del self.held[handle.source][handle.iteration]
-        shares = self.shares(taken, k, weights, own)
+        shares = self.shares(taken, k, weights)
         total = sum(shares)
         scaled = tuple(share / total for share in shares[:-1])
         return Average(tuple(taken), scaled, 1.0 - sum(scaled), tuple(late))
 
-    def shares(self, taken: list[Handle], k: int, weights: Mapping[int, float], own: int) -> list[float]:
+    def shares(self, taken: list[Handle], k: int, weights: Mapping[int, float]) -> list[float]:
         """The weights of what was taken and, last, of the peer's own parameters; not yet to the sum of 1."""
         rules = self.rules
         if rules.staleness is not None:

@@ -23,6 +23,7 @@ from paceline.core.events import (
     Restored,
     ResyncArrived,
     RiseArrived,
+    ServersChanged,
     TimerFired,
     TokenArrived,
     UpdateArrived,
@@ -73,6 +74,8 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"view {view.number} of workers {', '.join(map(name, view.members)) or 'none'}"
         case Restored(iteration=iteration, version=version):
             return f"restored to iteration {iteration}, version {version}"
+        case ServersChanged(nbytes=nbytes):
+            return f"{len(nbytes)} servers from now on"
         case PushArrived(push=push):
             return in_words(push)
         case PushRejected(push=push, reason=reason):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from paceline.core.actions import Compute, Send, SetTimer
-from paceline.core.events import GradientReady, ParametersArrived, TimerFired, ViewChanged
+from paceline.core.events import GradientReady, ParametersArrived, ServersChanged, TimerFired, ViewChanged
 from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Handle, Members, Node, Pull, Push
 
@@ -28,7 +28,6 @@ class Worker(Machine):
         self.rest_s = rest_s
         self.pausing = False
         """It has pushed and does not pull yet."""
-        self.shards = [Node("server", shard) for shard in range(members.servers)]
         self.incarnation = NOT_STARTED
         self.view_number = 0
         self.iteration = 0
@@ -38,11 +37,16 @@ class Worker(Machine):
         self.computing = False
         self.waiting: set[int] = set()
         """Shards that have not answered yet."""
-        self.answered = [0] * members.servers
+        self.look_at(members.servers, 0)
+
+    def look_at(self, servers: int, version: int) -> None:
+        """There are so many shards, and their slices are held in this version."""
+        self.shards = [Node("server", shard) for shard in range(servers)]
+        self.answered = [self.iteration] * servers
         """The iteration each shard answered last."""
-        self.versions = [0] * members.servers
+        self.versions = [version] * servers
         """The version of each slice this worker holds."""
-        self.dropped = [False] * members.servers
+        self.dropped = [False] * servers
         """On which shards the last push did not count."""
 
     def on_view_changed(self, event: ViewChanged) -> None:
@@ -56,6 +60,15 @@ class Worker(Machine):
         if self.incarnation == NOT_STARTED and incarnation != NOT_STARTED:
             self.incarnation = incarnation
             self.pull(list(range(len(self.shards))), 0)
+
+    def on_servers_changed(self, event: ServersChanged) -> None:
+        """The parameters stay as they are, and as stale as the stalest of them."""
+        if self.incarnation != NOT_STARTED and not self.computing:
+            raise IllegalEvent(f"worker {self.rank} is not computing: the servers cannot change now")
+        behind = 0
+        if self.computing:
+            behind = max(then - held for then, held in zip(event.versions, self.versions, strict=True))
+        self.look_at(len(event.nbytes), max(event.versions) - behind)
 
     def on_parameters_arrived(self, event: ParametersArrived) -> None:
         parameters = event.parameters

@@ -47,6 +47,7 @@ class ElasticBSP(CentralPolicy):
     paper: ClassVar[str] = "002 sections 3-5 (ElasticBSP, ZipLine)"
     on_arrival: ClassVar[bool] = True
     has_scheduler: ClassVar[bool] = True
+    servers_may_change: ClassVar[bool] = False
 
     lookahead: int = parameter(15, low=1, doc="R: how many iterations of each worker are predicted and planned over")
     predict: str = option("latest", doc="how long an iteration will take: latest (as the paper), mean or median")

@@ -38,6 +38,7 @@ class SpecSync(Around):
     name: ClassVar[str] = "specsync"
     paper: ClassVar[str] = "000 (speculative synchronization)"
     has_scheduler: ClassVar[bool] = True
+    servers_may_change: ClassVar[bool] = False
 
     base: str = parameter("asp", doc="the policy that decides who waits: asp, or of ssp's kind, as ssp(staleness=3)")
     abort_time: float | None = option(None, low=0, doc="seconds after which an iteration is looked at; tuned if none")

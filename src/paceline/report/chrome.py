@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.actions import Apply, Drop
-from paceline.core.events import ViewChanged
+from paceline.core.events import ServersChanged, ViewChanged
 from paceline.core.trace import Trace
 from paceline.report.lanes import Span, spans
 
@@ -25,7 +25,7 @@ def chrome_trace(runs: list[tuple[str, Trace]]) -> bytes:
     for pid, (name, trace) in enumerate(runs, start=1):
         entries += _names(pid, name, trace)
         entries += _marks(pid, trace)
-        first = trace.header.members.servers + 1
+        first = servers_of(trace) + 1
         entries += [_slice(pid, first, span) for span in spans(trace)]
     return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": entries})
 
@@ -34,17 +34,24 @@ def _names(pid: int, name: str, trace: Trace) -> Iterator[Entry]:
     members = trace.header.members
     yield _meta(pid, 0, "process_name", {"name": name})
     yield _meta(pid, 0, "process_sort_index", {"sort_index": pid})
-    yield from _thread_names(pid, {shard + 1: f"server {shard}" for shard in range(members.servers)})
+    servers = servers_of(trace)
+    yield from _thread_names(pid, {shard + 1: f"server {shard}" for shard in range(servers)})
     views = (record.event.view for record in trace.records if isinstance(record.event, ViewChanged))
     joined = {rank for view in views for rank, _ in view.members}
     ranks = sorted(joined.union(range(members.workers)))
-    yield from _thread_names(pid, {members.servers + 1 + rank: f"worker {rank}" for rank in ranks})
+    yield from _thread_names(pid, {servers + 1 + rank: f"worker {rank}" for rank in ranks})
 
 
 def _thread_names(pid: int, names: dict[int, str]) -> Iterator[Entry]:
     for tid, thread in names.items():
         yield _meta(pid, tid, "thread_name", {"name": thread})
         yield _meta(pid, tid, "thread_sort_index", {"sort_index": tid})
+
+
+def servers_of(trace: Trace) -> int:
+    """The most there were at a time: their number may change in a live run."""
+    changes = [len(record.event.nbytes) for record in trace.records if isinstance(record.event, ServersChanged)]
+    return max([trace.header.members.servers, *changes])
 
 
 def _meta(pid: int, tid: int, name: str, args: Entry) -> Entry:

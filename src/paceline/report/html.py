@@ -95,6 +95,8 @@ def _facts(runs: list[RunView], config: Mapping[str, Any]) -> str:
         number = config.get(f"{noun}s")
         if isinstance(number, int):
             facts.append(plural(number, noun))
+    for change in runs[0].summary.get("server_changes", ()) if len(runs) == 1 else ():
+        facts.append(f"{plural(change['after'], 'server')} from {change['at_s']:.1f} s on")
     uneven = {run.number("slices", "imbalance") for run in runs} - {None}
     if config.get("servers") != 1 and len(uneven) == 1:
         facts.append(f"largest slice {uneven.pop():.2f} times the mean")

@@ -31,6 +31,7 @@ from paceline.core.events import (
     PushArrived,
     PushRejected,
     RiseArrived,
+    ServersChanged,
     TimerFired,
     ViewChanged,
 )
@@ -238,6 +239,9 @@ class Lanes:
                 lane.abort_compute(at)
             elif type(event) is TimerFired:
                 lane.answer(at, NOBODY, NOBODY)
+            elif type(event) is ServersChanged and lane.computing:
+                lane.add("compute", event.since)
+                lane.add("wait", at, "the number of servers changes")
             for action in record.actions:
                 if type(action) is Compute:
                     lane.start_compute(at, action.iteration)

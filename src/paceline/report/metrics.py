@@ -20,7 +20,15 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.actions import Answer, Apply, Drop, Park, Send
-from paceline.core.events import GradientReady, NotifyArrived, PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.events import (
+    GradientReady,
+    NotifyArrived,
+    PullArrived,
+    PushArrived,
+    PushRejected,
+    ServersChanged,
+    ViewChanged,
+)
 from paceline.core.messages import Handle, Resync
 from paceline.core.trace import Record, Trace
 from paceline.report.lanes import Lanes, Span, spans
@@ -126,6 +134,8 @@ class Counts:
             self.pushed_bytes += event.push.handle.nbytes
             if shard == 0:
                 self.take_push(event.push.handle)
+        elif type(event) is ServersChanged:
+            self.slice_bytes = event.nbytes
         elif type(event) is ViewChanged and event.view.number > self.views.get(shard, NO_VIEW)[0]:
             self.views[shard] = (event.view.number, frozenset(event.view.members))
         for action in record.actions:

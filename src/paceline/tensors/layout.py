@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 
@@ -29,6 +30,8 @@ CACHE_LINE_BYTES = 64
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 EPS, KEY_RANGE = "eps", "key-range"
 SLICINGS = (EPS, KEY_RANGE)
+Part = slice | Sequence[tuple[int, int]]
+"""What one server holds of the vector: a slice, or several ranges (`tensors/assignment.py`)."""
 
 
 class Entry(Struct, frozen=True, array_like=True):
@@ -44,12 +47,16 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Piece(Struct, frozen=True, array_like=True):
-    """The part of tensor `entry` that lies in a slice: `length` elements from `offset` of the slice."""
+    """The part of tensor `entry` that lies in a slice: `length` elements from `offset` of the slice.
+
+    `start` is where it lies in the whole vector: a slice may consist of several ranges.
+    """
 
     entry: int
     group: int
     offset: int
     length: int
+    start: int
 
 
 class Layout(Struct, frozen=True, array_like=True):
@@ -136,17 +143,25 @@ class Layout(Struct, frozen=True, array_like=True):
     def slice_bytes(self, shards: int) -> tuple[int, ...]:
         return tuple((part.stop - part.start) * self.itemsize for part in self.slices(shards))
 
-    def pieces(self, part: slice, longest: int) -> list[Piece]:
+    def pieces(self, part: Part, longest: int) -> list[Piece]:
         """The parts of tensors that lie in the slice `part`, in order, none longer than `longest`."""
         if self.borders != "anywhere":
             longest = max(1, self.numel)
-        pieces, start = [], 0
-        for index, entry in enumerate(self.entries):
-            first, last = max(start, part.start), min(start + entry.numel, part.stop)
-            for cut in range(first, last, longest):
-                pieces.append(Piece(index, entry.group, cut - part.start, min(longest, last - cut)))
-            start += entry.numel
+        starts = list(accumulate((entry.numel for entry in self.entries), initial=0))
+        pieces, offset = [], 0
+        for begin, end in ranges_of(part):
+            for index in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+                first, last = max(starts[index], begin), min(starts[index + 1], end)
+                for cut in range(first, last, longest):
+                    length = min(longest, last - cut)
+                    pieces.append(Piece(index, self.entries[index].group, offset, length, cut))
+                    offset += length
         return pieces
+
+
+def ranges_of(part: Part) -> Sequence[tuple[int, int]]:
+    """A part as ranges."""
+    return [(part.start, part.stop)] if isinstance(part, slice) else part
 
 
 def imbalance(slice_bytes: Sequence[int]) -> float:

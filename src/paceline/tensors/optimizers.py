@@ -23,7 +23,7 @@ from paceline.core import spec
 from paceline.errors import ConfigError
 from paceline.tensors import kinds, schedules
 from paceline.tensors.kinds import KINDS
-from paceline.tensors.layout import Layout, layout_of
+from paceline.tensors.layout import Layout, Part, layout_of
 from paceline.tensors.steppers import (
     SCALARS,
     AveragingStepper,
@@ -226,7 +226,7 @@ class SliceOptimizer:
     taken by so many at once: those who sent the gradients wait for it, so their cores are free.
     """
 
-    def __init__(self, layout: Layout, part: slice, values: Tensor, spec: OptimizerSpec, threads: int = 1) -> None:
+    def __init__(self, layout: Layout, part: Part, values: Tensor, spec: OptimizerSpec, threads: int = 1) -> None:
         self.values = values
         self.pieces = layout.pieces(part, PIECE)
         extras = spec.extras
@@ -256,9 +256,18 @@ class SliceOptimizer:
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in self.parts]
         self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
+    def close(self) -> None:
+        """This slice is stepped no more: let the threads go."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False)
+
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The pieces of a vector as long as the slice, as views."""
         return [flat[piece.offset : piece.offset + piece.length] for piece in self.pieces]
+
+    def cut_from(self, whole: Tensor) -> list[Tensor]:
+        """The same pieces of a vector over all parameters, as views."""
+        return [whole[piece.start : piece.start + piece.length] for piece in self.pieces]
 
     def set_hyper(self, groups: Sequence[Hyper]) -> None:
         """Take over hyper-parameters a scheduler has changed on the worker."""

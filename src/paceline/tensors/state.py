@@ -3,6 +3,9 @@
 Whole, it is a vector over all parameters for each name ("exp_avg"), and an element per tensor for scalars
 ("step"). A shard has the part of it that belongs to its slice, with scalars by piece. Plain tensors travel as
 safetensors, so neither form needs a pickle.
+
+A part of the whole that changes servers is in a form between: vectors over some ranges, scalars by tensor
+(`gather`). The whole is that form over everything.
 """
 
 from __future__ import annotations
@@ -12,9 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.tensors.layout import Layout
+from paceline.tensors.assignment import Assignment, Ranges, initial, locate, overlap, size, tidy
+from paceline.tensors.layout import Layout, Part, ranges_of
 from paceline.tensors.optimizers import AVERAGE, PIECE, SAMPLES, SCALARS, THERE, State
 from paceline.tensors.steppers import padded, unpadded
+
+COUNTED = (*SCALARS, THERE)
+"""What a shard has one number of for each piece, the whole one for each tensor."""
 
 
 def from_torch(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], layout: Layout) -> State:
@@ -47,31 +54,47 @@ def to_torch(whole: State, layout: Layout) -> list[dict[str, Tensor]]:
     return states
 
 
-def cut(whole: State, layout: Layout, part: slice) -> State:
-    """A shard's part of the whole."""
-    pieces = layout.pieces(part, PIECE)
-    owners = torch.tensor([piece.entry for piece in pieces], dtype=torch.int64)
-    mine: State = {}
-    for name, value in whole.items():
-        if name == SAMPLES:
-            mine[name] = value
-        else:
-            mine[name] = value[owners] if name in (*SCALARS, THERE) else value[part]
-    return mine
+def by_tensor(mine: State, layout: Layout, part: Part) -> State:
+    """A shard's state with scalars by tensor instead of by piece: the form in which parts are moved and joined."""
+    owners = torch.tensor([piece.entry for piece in layout.pieces(part, PIECE)], dtype=torch.int64)
+    return {
+        name: torch.zeros(len(layout.entries)).scatter_reduce_(0, owners, value, "amax") if name in COUNTED else value
+        for name, value in mine.items()
+    }
 
 
-def join(parts: Sequence[State], layout: Layout) -> State:
-    """The whole, from all shards' parts in order."""
-    whole: State = {}
-    for part, state in zip(layout.slices(len(parts)), parts, strict=True):
-        pieces = layout.pieces(part, PIECE)
+def by_piece(moved: State, layout: Layout, part: Part) -> State:
+    """A shard's state as its optimizer takes it, from one with scalars by tensor."""
+    owners = torch.tensor([piece.entry for piece in layout.pieces(part, PIECE)], dtype=torch.int64)
+    return {name: value[owners] if name in COUNTED else value for name, value in moved.items()}
+
+
+def gather(parts: Sequence[tuple[Ranges, State]], layout: Layout, to: Ranges) -> State:
+    """What is known of the ranges `to`, from parts of the vector and their states, scalars by tensor."""
+    held: State = {}
+    for ranges, state in parts:
+        common = overlap(ranges, to)
+        if not common:
+            continue
+        places = list(zip(locate(common, to), locate(common, ranges), strict=True))
         for name, value in state.items():
-            if name == SAMPLES:
-                whole[name] = torch.maximum(whole.get(name, value), value)
-            elif name in (*SCALARS, THERE):
-                target = whole.setdefault(name, torch.zeros(len(layout.entries)))
-                for piece, number in zip(pieces, value, strict=True):
-                    target[piece.entry] = torch.maximum(target[piece.entry], number)
-            else:
-                whole.setdefault(name, torch.zeros(layout.numel, dtype=layout.torch_dtype))[part] = value
-    return whole
+            if name in COUNTED or name == SAMPLES:
+                held[name] = torch.maximum(held.get(name, value), value)
+                continue
+            vector = held.setdefault(name, torch.zeros(size(to), dtype=layout.torch_dtype))
+            for there, here in places:
+                vector[there] = value[here]
+    return held
+
+
+def cut(whole: State, layout: Layout, part: Part) -> State:
+    """A shard's part of the whole."""
+    to = tidy(ranges_of(part))
+    return by_piece(gather([(((0, layout.numel),), whole)], layout, to), layout, to)
+
+
+def join(parts: Sequence[State], layout: Layout, assignment: Assignment | None = None) -> State:
+    """The whole, from all shards' parts in order."""
+    assignment = assignment or initial(layout, len(parts))
+    named = [(ranges, by_tensor(part, layout, ranges)) for ranges, part in zip(assignment, parts, strict=True)]
+    return gather(named, layout, ((0, layout.numel),))

@@ -49,6 +49,8 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 
 Whatever a machine raises, its own `check()` included, is rule *machine*. Write a policy, then play it a
 thousand times: a condition that is wrong in one interleaving of a thousand shows within seconds.
+
+Policies without servers are played by `play_peers` (`peers.py`), which has its own list of rules.
 """
 
 from __future__ import annotations
@@ -56,10 +58,11 @@ from __future__ import annotations
 from paceline.core.messages import Members
 from paceline.core.policy import CentralPolicy
 from paceline.core.trace import Header
+from paceline.testing.peers import play_peers
 from paceline.testing.story import PolicyBroken, Story
 from paceline.testing.wire import MachineFactory, Run
 
-__all__ = ["MachineFactory", "PolicyBroken", "Story", "play"]
+__all__ = ["MachineFactory", "PolicyBroken", "Story", "play", "play_peers"]
 
 
 def play(

@@ -144,6 +144,14 @@ class PeerJudge:
             held, room = self.held[moved], (1 + max_gap) * len(self.graph.ins[i])
             self.expect(held <= room, "capacity", f"peer {i} holds {held} updates, there is room for {room}")
 
+    def judge_end(self, process: Process, machine: Machine) -> None:
+        """What came and was never consumed is what the machine still holds."""
+        left = self.held[process]
+        if isinstance(machine, Peer):
+            early = [event for events in machine.edges.early.values() for event in events]
+            left -= len(machine.queue) + len(machine.seeds) + sum(isinstance(e, UpdateArrived) for e in early)
+        self.expect(left == 0, "handles", f"peer {name(process)} has forgotten {left} of what came")
+
     def judge_tokens(self, holder: int, giver: int, machine: Machine, max_gap: int) -> None:
         assert isinstance(machine, Peer)
         if not machine.edges.view.number:

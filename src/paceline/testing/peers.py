@@ -14,7 +14,8 @@ What is judged, from what was delivered, never from the machines' fields (tokens
 - *tokens* (without faults): in hand + in flight = iter(j) - iter(i) + max_gap on each edge i -> j, after every event,
   and no more in hand than max_gap * (d(j -> i) + 1);
 - *capacity* (without faults): updates held at most (1 + max_gap) * in-neighbours;
-- *handles*: an update is consumed once, by `Reduce` or `Drop`, where it arrived, and after it did;
+- *handles*: an update is consumed once, by `Reduce` or `Drop`, where it arrived, and after it did; at the end none is
+  there that the machine does not hold;
 - *average*: weights are not negative and sum to 1. Without faults: of each in-neighbour at most one update, enough of
   them, and fresh enough, with the weights of the mode;
 - *order*: a peer's iterations rise, and each gradient is applied once, before the next is computed.
@@ -112,6 +113,8 @@ class PeerRun:
         stuck = {name(process): k for process, k in at.items() if k < self.iterations}
         if not self.frozen:
             self.story.expect(not stuck, "hang", f"nothing is in flight, not done are {stuck}")
+        for process, machine in self.machines.items():
+            self.judge.judge_end(process, machine)
         return self.story
 
     def later(self, delay: float, deliver: Callable[..., None], *what: Any) -> None:

@@ -25,6 +25,8 @@ class Admission:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.described: dict[tuple[int, int], wire.Describe] = {}
+        self.waiting: list[wire.Describe] = []
+        """Who came while the servers were changing."""
 
     def take(self, message: wire.Describe) -> None:
         """A worker has described its model."""
@@ -32,8 +34,18 @@ class Admission:
         self.described[message.rank, message.incarnation] = message
         if driver.stopping:
             driver.tell_worker(message.rank, message.incarnation, wire.Stop("the run is ending"))
+        elif driver.reslicing.under_way:
+            self.waiting.append(message)
         elif driver.begun:
             self._admit_late(message)
+
+    def admit_waiting(self) -> None:
+        """Hear those who came while the servers were changing, if they are still there."""
+        waiting, self.waiting = self.waiting, []
+        there = {(child.rank, child.incarnation) for child in self.driver.live_workers()}
+        for message in waiting:
+            if (message.rank, message.incarnation) in there:
+                self.take(message)
 
     def consider_beginning(self) -> None:
         """Begin when every worker that is alive has described its model and every server is configured."""
@@ -68,7 +80,7 @@ class Admission:
         driver.epoch_s = time.monotonic()
         if driver.policy.has_scheduler:
             driver.scheduling = Scheduling(driver, driver.policy, driver.folder.path / "trace")
-        driver.servers.configure()
+        driver.servers.configure(lead.layout)
 
     def _admit_late(self, described: wire.Describe) -> None:
         driver = self.driver
@@ -83,7 +95,7 @@ class Admission:
             resumed = driver.keeper is not None and driver.keeper.keeping.resume
             begin = wire.Begin(
                 driver.authority.view(), str(driver.policy), driver.epoch_s, driver.watchman.hyper,
-                tuple(driver.servers.lives), resumed,
+                driver.servers.assignment, driver.servers.lives_now, driver.reslicing.last, resumed,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)
 

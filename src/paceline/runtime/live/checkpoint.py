@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.tensors import state
+from paceline.tensors import assignment, state
+from paceline.tensors.assignment import Assignment, Ranges, overlap
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import State
 
@@ -51,6 +52,8 @@ class Manifest(Struct, frozen=True):
     """The file of what is not trained."""
     epochs: dict[int, int] = {}
     """Of each sampler, by number: the epoch it deals first when the run is resumed."""
+    assignment: Assignment = ()
+    """Which shard has which part of the parameters; equal slices if that is not said."""
 
 
 def others_of(folder: Path) -> Path:
@@ -101,16 +104,22 @@ def latest(folder: Path) -> tuple[Path, Manifest]:
     raise PacelineError(f"there is no whole checkpoint in {str(folder)!r}")
 
 
-def load_slice(path: Path, manifest: Manifest, part: slice) -> tuple[Tensor, State]:
-    """The values and the optimizer's state of one slice, whatever slices the checkpoint was written in."""
-    values = manifest.layout.empty()
-    parts: list[State] = []
-    for where, shard in zip(manifest.layout.slices(len(manifest.shards)), manifest.shards, strict=True):
-        held = load_file(path / shard.file)
-        values[where] = held.pop("values")
-        parts.append({name.removeprefix("state."): value for name, value in held.items()})
-    learned = state.cut(state.join(parts, manifest.layout), manifest.layout, part)
-    return values[part].clone(), learned
+def assignment_of(manifest: Manifest) -> Assignment:
+    """Which shard has which part of the parameters."""
+    return manifest.assignment or assignment.initial(manifest.layout, len(manifest.shards))
+
+
+def load_part(path: Path, manifest: Manifest, part: Ranges) -> tuple[Tensor, State]:
+    """The values and the optimizer's state of one part, whatever parts the checkpoint was written in."""
+    layout = manifest.layout
+    parts: list[tuple[Ranges, State]] = []
+    for theirs, shard in zip(assignment_of(manifest), manifest.shards, strict=True):
+        if overlap(theirs, part):
+            held = {name.removeprefix("state."): value for name, value in load_file(path / shard.file).items()}
+            parts.append((theirs, state.by_tensor(held, layout, theirs)))
+    learned = state.gather(parts, layout, part)
+    values = learned.pop("values", layout.empty()[:0])
+    return values, state.by_piece(learned, layout, part)
 
 
 def _hash(path: Path) -> str:

@@ -39,6 +39,7 @@ def harvest(driver: Driver, output: Path) -> Run:
         others=others(folder, parameters, lead.aliases),
         average=lead.layout.named(memory.attach(average, lead.layout).clone()) if average.exists() else {},
         failures=driver.failures,
+        server_changes=driver.changes,
     )
 
 

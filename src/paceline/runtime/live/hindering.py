@@ -22,6 +22,8 @@ class Hindrance:
         self.scenario = cluster.from_table(config.cluster) if config.cluster is not None else None
         faults = self.scenario.faults if self.scenario is not None and incarnation == 0 else ()
         self.faults = [f for f in faults if f.worker == rank and f.at_iteration is not None]
+        resizes = self.scenario.resizes if self.scenario is not None else ()
+        self.resizes = [(entry, each) for entry, each in enumerate(resizes) if each.at_iteration is not None]
         self.link = self.scenario.link(rank) if self.scenario is not None else None
         if self.scenario is not None:
             self.slowdown = self.scenario.slowdowns(rank, config.members.workers, config.seed)
@@ -49,6 +51,12 @@ class Hindrance:
                 raise Stopped
             elif fault.kind == "pause":
                 time.sleep(fault.for_s)
+
+    def wanted_servers(self, iteration: int) -> list[wire.Want]:
+        """What the scenario wants at this iteration, or wanted at one that was skipped."""
+        due = [(entry, each) for entry, each in self.resizes if iteration >= (each.at_iteration or 0)]
+        self.resizes = [each for each in self.resizes if each not in due]
+        return [wire.Want(each.count, entry=entry) for entry, each in due]
 
     def pass_link(self, nbytes: int) -> None:
         """A slow connection: a gradient takes its time on it before it is pushed, an answer after."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +28,6 @@ from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.segments import Segments
-from paceline.runtime.live.sockets import Link, server_path
 from paceline.tensors.layout import flatten
 from paceline.tensors.optimizers import THERE, Hyper
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 IDLE_S = 0.2
 BEGUN = "begun"
 """A file that is there once the run has begun: then worker 0, should it come again, is a joiner like any other."""
-INITIAL_STATE = "initial-state"
 
 
 def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: bool) -> tuple[Hyper, ...] | None:
@@ -46,7 +45,6 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     worker.layout = layout = model.layout
     worker.segments = Segments(worker.folder, worker.rank, worker.incarnation, layout, model.tensors, overlap)
     worker.transfer = worker.segments.transfer
-    worker.slice_bytes = layout.slice_bytes(worker.config.members.servers)
     lead = worker.rank == 0 and not (worker.folder / BEGUN).exists()
     if lead:
         leave_model(worker.folder, model)
@@ -83,16 +81,15 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
 def start(worker: LiveWorker, begin: wire.Begin) -> None:
     """Make the machine, and return when it has the parameters of its first iteration."""
     worker.epoch_s = begin.epoch_s
-    members = worker.config.members
-    worker.servers = [
-        Link(server_path(worker.folder, shard, life), worker.name) for shard, life in enumerate(begin.lives)
-    ]
-    machine = policies.parse(begin.policy).machine("worker", worker.rank, members, worker.config.seed)
+    worker.meet(begin.assignment, begin.lives)
+    machine = policies.parse(begin.policy).machine("worker", worker.rank, worker.config.members, worker.config.seed)
     assert isinstance(machine, Worker)
     worker.machine = machine
     node = Node("worker", worker.rank)
     worker.trace = TraceFile(Path(worker.config.output), node, worker.incarnation)
     worker.seat = Seat(node, worker.incarnation, machine, worker, worker.trace.write)
+    if begin.changed is not None:
+        worker.seat.tell(msgspec.structs.replace(begin.changed, at=worker.now()))
     worker.seat.tell(ViewChanged(worker.now(), begin.view))
     worker.flush()
     worker.await_parameters()
@@ -100,13 +97,13 @@ def start(worker: LiveWorker, begin: wire.Begin) -> None:
 
 def leave_model(folder: Path, model: Described) -> None:
     """Leave what the run starts from where the servers and the other workers find it."""
-    for file in (memory.WHOLE, memory.AVERAGE, INITIAL_STATE):  # of a worker 0 that failed before the run began
+    for file in (memory.WHOLE, memory.AVERAGE, memory.INITIAL_STATE):  # of a worker 0 that failed before the run began
         (folder / file).unlink(missing_ok=True)
     flatten(model.tensors, model.layout.views(memory.create(folder / memory.WHOLE, model.layout)))
     if model.optimizer.extras.ema is not None:
         memory.create(folder / memory.AVERAGE, model.layout)
     if model.state[THERE].any():
-        save_file(model.state, folder / INITIAL_STATE)
+        save_file(model.state, folder / memory.INITIAL_STATE)
     save_file(contiguous(model.others), folder / "others")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.errors import RunFailed
 from paceline.runtime.live import checkpoint, wire
+from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
 
 
@@ -32,11 +33,8 @@ class Keeping:
 
 
 class Keeper:
-    def __init__(
-        self, keeping: Keeping, servers: int, order: Callable[[Path], dict[int, int]], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, keeping: Keeping, order: Callable[[Path], dict[int, int]], say: Callable[[str], None]) -> None:
         self.keeping = keeping
-        self.servers = servers
         self.order = order
         self.say = say
         self.last: Path | None = None
@@ -80,7 +78,7 @@ class Keeper:
         self.under_way = part
         self.epochs = self.order(part)
 
-    def saved(self, message: wire.Saved, policy: str, layout: Layout, others: Path) -> None:
+    def saved(self, message: wire.Saved, policy: str, layout: Layout, assignment: Assignment, others: Path) -> None:
         part = self.under_way
         if part is None or message.folder != str(part):
             return
@@ -88,12 +86,14 @@ class Keeper:
             self.give_up(f"server {message.shard}: {message.error}")
             return
         self.written[message.shard] = message.entry
-        if len(self.written) < self.servers:
+        if len(self.written) < len(assignment):
             return
         try:
             shutil.copy(others, part / "others.safetensors")
-            shards = tuple(self.written[shard] for shard in range(self.servers))
-            manifest = checkpoint.Manifest(self.number, policy, layout, shards, "others.safetensors", self.epochs)
+            shards = tuple(self.written[shard] for shard in range(len(assignment)))
+            manifest = checkpoint.Manifest(
+                self.number, policy, layout, shards, "others.safetensors", self.epochs, assignment
+            )
             self.last = checkpoint.commit(part, manifest)
             self.under_way = None
         except OSError as error:

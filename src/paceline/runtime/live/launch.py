@@ -16,11 +16,12 @@ from typing import Any, assert_never
 
 import msgspec
 
+from paceline import rundir
 from paceline.cluster import to_table
 from paceline.core.messages import View
 from paceline.core.policy import Policy
 from paceline.errors import RunFailed
-from paceline.run import Point, Run
+from paceline.run import Point, Run, ServerChange
 from paceline.runtime.driver import Authority
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.admission import Admission
@@ -30,6 +31,7 @@ from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.harvest import harvest, keep_buffers
 from paceline.runtime.live.keeping import Keeper
 from paceline.runtime.live.plan import LivePlan
+from paceline.runtime.live.reslicing import Reslicing
 from paceline.runtime.live.scheduling import Scheduling
 from paceline.runtime.live.servers import Servers
 from paceline.runtime.live.sockets import Listener, Waiter
@@ -57,6 +59,8 @@ class Driver:
         """By sentinel."""
         self.admission = Admission(self)
         self.servers = Servers(self, plan.members.servers)
+        self.reslicing = Reslicing(self)
+        self.changes: list[ServerChange] = []
         self.begun = False
         self.asked_to_finish = False
         self.lead: wire.Describe | None = None
@@ -86,7 +90,11 @@ class Driver:
         handlers = self._catch_signals()
         try:
             if self.plan.keeping is not None:
-                self.keeper = Keeper(self.plan.keeping, self.members.servers, self.servers.order_checkpoint, self.say)
+                self.keeper = Keeper(self.plan.keeping, self.servers.order_checkpoint, self.say)
+                try:
+                    rundir.write_live(self.plan.keeping.folder, self.folder.path)
+                except OSError as error:
+                    self.say(f"WARNING: paceline servers will not find this run: {error}; training goes on")
             output = self.folder.path / "trace"
             output.mkdir()
             return self._run(output)
@@ -95,6 +103,8 @@ class Driver:
                 signal.signal(number, signal.SIG_IGN)
             self._end_all()
             self.folder.remove()
+            if self.plan.keeping is not None:
+                (self.plan.keeping.folder / rundir.LIVE).unlink(missing_ok=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -147,6 +157,7 @@ class Driver:
         if self.scheduling is not None:
             self.scheduling.fire_timers()
         self.striker.tick()
+        self.reslicing.tick()
         self._start_due()
         self.watchman.tick()
         if (keeper := self._ready_keeper()) is not None:
@@ -163,7 +174,8 @@ class Driver:
 
     def _ready_keeper(self) -> Keeper | None:
         """Who keeps checkpoints, if one can be made now: an order to a server that is being restarted would be lost."""
-        return self.keeper if self.begun and not self.asked_to_finish and self.servers.all_configured else None
+        ready = self.servers.all_configured and not self.reslicing.under_way
+        return self.keeper if self.begun and not self.asked_to_finish and ready else None
 
     def live_workers(self) -> list[Child]:
         return [child for child in self.children.values() if child.role == "worker"]
@@ -208,9 +220,18 @@ class Driver:
                     keeper.begin()
             case wire.Saved():
                 if self.keeper is not None and self.lead is not None and self.lead.layout is not None:
-                    self.keeper.saved(message, str(self.policy), self.lead.layout, self.folder.path / "others")
+                    others = self.folder.path / "others"
+                    self.keeper.saved(message, str(self.policy), self.lead.layout, self.servers.assignment, others)
             case wire.Finished():
                 self.servers.finished.add(message.shard)
+            case wire.Want():
+                self.reslicing.want(message)
+            case wire.Held():
+                self.reslicing.take_held(message)
+            case wire.Standing():
+                self.reslicing.take_standing(message)
+            case wire.Gave():
+                self.reslicing.take_gave(message)
             case wire.Ask():
                 if self.scheduling is not None:
                     self.scheduling.hear(message.message)
@@ -300,8 +321,8 @@ class Driver:
             raise self.admission.never_began()
         if not self.ended_well and not self.failures:
             self.failures.extend(self.losses)
-        if not self.servers.all_configured:
-            return  # a server is being restarted
+        if not self.servers.all_configured or self.reslicing.under_way:
+            return  # a server is being restarted, or given its part
         if self.keeper is not None and self.keeper.under_way is not None:
             return  # the checkpoint at the end comes after it
         self.asked_to_finish = True

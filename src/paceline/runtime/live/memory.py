@@ -36,6 +36,9 @@ AVERAGE = "average"
 """The segment for the servers' moving average of the model, if they keep one. It is made at the beginning too, so
 that what is enough memory then is enough at the end."""
 
+INITIAL_STATE = "initial-state"
+"""What worker 0's optimizer has learned before the run, if anything."""
+
 
 def base_folder() -> Path:
     shared = Path("/dev/shm")

@@ -13,8 +13,10 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from msgspec import structs
+
 from paceline.core.actions import Park, Send, SetTimer
-from paceline.core.events import NotifyArrived, PullArrived, RiseArrived, TimerFired, ViewChanged
+from paceline.core.events import NotifyArrived, PullArrived, RiseArrived, ServersChanged, TimerFired, ViewChanged
 from paceline.core.messages import Notify, Plan, Pull, Release, Resync, Rise, ToScheduler, View
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
@@ -66,6 +68,9 @@ class Scheduling(SchedulerCarrier):
     def announce(self, view: View) -> None:
         self.seat.tell(ViewChanged(self.now(), view))
         self.bells.announce(view)
+
+    def change_servers(self, event: ServersChanged) -> None:
+        self.seat.tell(structs.replace(event, at=self.now()))
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason

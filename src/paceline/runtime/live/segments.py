@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.runtime.live import cuda, memory, staging
+from paceline.tensors.assignment import Ranges
 from paceline.tensors.layout import Layout
 
 
@@ -49,13 +50,13 @@ class Segments:
         """Whether the script has given this tensor other memory."""
         return self.in_place and self.tensors[index].data_ptr() != self.views[index].data_ptr()
 
-    def restore(self, shard: int, shards: int, gradients: Sequence[Tensor | None]) -> None:
+    def restore(self, part: Ranges, gradients: Sequence[Tensor | None]) -> None:
         """Write a shard's part of the gradient again: a server that is gone may have written over half of it.
 
         In a segment of their own gradients stay as they are: no shard writes there.
         """
         if self.gradient is self.parameters and gradients:
-            staging.write_slice(gradients, self.gradient, self.layout, self.layout.slices(shards)[shard])
+            staging.write_slice(gradients, self.gradient, self.layout, part)
 
     def close(self) -> None:
         self.transfer.settle()

@@ -7,7 +7,6 @@ slice is there, whole. The loop never spins: cores are few.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from heapq import heappop, heappush
@@ -16,40 +15,32 @@ from typing import assert_never
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import policies
 from paceline.core.actions import Answer, Apply, Drop, Park, Send, SetTimer
-from paceline.core.events import PlanArrived, PullArrived, PushArrived, PushRejected, Restored, TimerFired, ViewChanged
+from paceline.core.events import (
+    PlanArrived,
+    PullArrived,
+    PushArrived,
+    PushRejected,
+    TimerFired,
+    ViewChanged,
+)
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
-from paceline.runtime.live import checkpoint, memory, wire
+from paceline.runtime.live import checkpoint, wire
+from paceline.runtime.live.holding import Holding
+from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
-from paceline.tensors import state
-from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
+from paceline.tensors.optimizers import Hyper
 from paceline.tensors.significance import significance
 
 IDLE_S = 0.5
 STATUS_S = 0.5
-
-
-class Segment:
-    """The part of a worker's segment that belongs to this shard, whole and in the optimizer's pieces.
-
-    Gradients come in the same memory, or in `staging` if the worker has a segment for them.
-    """
-
-    def __init__(self, values: Tensor, staging: Tensor | None, optimizer: SliceOptimizer) -> None:
-        self.values = values
-        self.pieces = optimizer.cut(values)
-        self.gradient = self.pieces if staging is None else optimizer.cut(staging)
-        self.absent: frozenset[int] = frozenset()
-        """Tensors that have no gradient in the last push."""
-        self.holds = -1
-        """The version of the parameters that it holds; -1 while it holds a gradient."""
 
 
 class LiveServer(ServerCarrier):
@@ -74,13 +65,16 @@ class LiveServer(ServerCarrier):
         self.staleness: dict[int, int] = {}
         self.told_status_s = 0.0
         self.said_hyper: dict[tuple[int, int], tuple[Hyper, ...]] = {}
-        """What each worker's schedulers have changed the hyper-parameters to, and `hyper` the one in force."""
-        self.hyper: tuple[Hyper, ...] | None = None
+        """What each worker's schedulers have changed the hyper-parameters to."""
         self.kept: dict[Handle, tuple[list[Tensor], frozenset[int]]] = {}
         """Gradients that are not used yet although their worker goes on: copies, with the tensors that have none."""
         self.checkpoint_every: int | None = None
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
+        self.surveyed: wire.Standing | None = None
+        """What the driver was told last of how everybody stands, and for which change it wants to know."""
+        self.surveying: int | None = None
+        self.holding: Holding
         self.seat: Seat
         self.machine: Shard
 
@@ -101,6 +95,7 @@ class LiveServer(ServerCarrier):
                 self.take(*received)
             self.let_go()
             self.tell_status()
+            self.tell_standing()
         self.trace.close()
         self.driver.close()
         self.listener.close()
@@ -129,51 +124,69 @@ class LiveServer(ServerCarrier):
                 self.save(Path(order.folder))
             case wire.Planned(plan):
                 self.seat.tell(PlanArrived(self.now(), plan))
+            case wire.Survey(change):
+                self.surveying, self.surveyed = change, None
+            case wire.Give():
+                self.give(order)
+            case wire.Reslice():
+                self.reslice(order)
+            case wire.Retire():
+                self.finished = True
             case wire.Finish():
                 self.finish()
             case _:
                 assert_never(order)
 
     def configure(self, order: wire.Configure) -> None:
-        self.layout = order.layout
-        self.part = order.layout.slices(self.config.members.servers)[self.shard]
         self.epoch_s = order.epoch_s
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
-        restored: Restored | None = None
-        if order.checkpoint is None:
-            values = memory.attach(self.folder / memory.WHOLE, order.layout)[self.part].clone()
-            initial = self.folder / "initial-state"
-            learned = state.cut(load_file(initial), order.layout, self.part) if initial.exists() else None
-        else:
-            values, learned, restored = self.restore(Path(order.checkpoint))
-        threads = max(1, (os.cpu_count() or 1) // self.config.members.servers)
-        self.optimizer = SliceOptimizer(order.layout, self.part, values, order.optimizer, threads)
-        if learned is not None:
-            self.optimizer.load_state(learned)
+        self.holding = Holding(self.folder, self.shard, order)
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
         self.machine = machine
         self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
-        if restored is not None:
-            self.seat.tell(restored)
+        if self.holding.first is not None:
+            self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
         self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
 
-    def restore(self, path: Path) -> tuple[Tensor, State, Restored]:
-        manifest = checkpoint.read(path)
-        values, learned = checkpoint.load_slice(path, manifest, self.part)
-        same = len(manifest.shards) == self.config.members.servers
-        mine = manifest.shards[self.shard : self.shard + 1] if same else manifest.shards
-        iteration, version = min(s.iteration for s in mine), max(s.version for s in mine)
-        return values, learned, Restored(self.now(), iteration, version)
+    def give(self, order: wire.Give) -> None:
+        """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
+        error = ""
+        try:
+            self.holding.give(order)
+        except (OSError, SafetensorError) as problem:
+            error = str(problem)
+        self.driver.send(wire.encode(wire.Gave(self.shard, order.number, error)))
+
+    def reslice(self, order: wire.Reslice) -> None:
+        """The number of servers has changed: go on with another part of the parameters."""
+        self.holding.reslice(order.give)
+        self.segments.clear()
+        self.surveying = None
+        self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))
+        self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+
+    def tell_standing(self) -> None:
+        """Tell the driver, while it wants to know, how everybody stands here."""
+        if self.surveying is None:
+            return
+        machine, progress = self.machine, self.machine.progress
+        standing = wire.Standing(
+            self.surveying, self.shard, machine.view.number, progress.V, machine.version, dict(progress.next),
+            tuple(machine.waiting), bool(machine.held), self.holding.hyper,
+        )  # fmt: skip
+        if standing != self.surveyed:
+            self.surveyed = standing
+            self.driver.send(wire.encode(standing))
 
     def save(self, folder: Path) -> None:
         """Write this shard's part of a checkpoint. A full disk is the driver's business, not the training's end."""
         entry, error = None, ""
         try:
             V, version = self.machine.progress.V, self.machine.version
-            learned = self.optimizer.state()
-            entry = checkpoint.write_shard(folder, self.shard, self.optimizer.values, learned, V, version)
+            optimizer = self.holding.optimizer
+            entry = checkpoint.write_shard(folder, self.shard, optimizer.values, optimizer.state(), V, version)
         except (OSError, SafetensorError) as problem:
             error = str(problem)
         self.driver.send(wire.encode(wire.Saved(str(folder), self.shard, entry, error)))
@@ -187,14 +200,11 @@ class LiveServer(ServerCarrier):
                 worker: wire.WorkerStatus(pushed, self.waits.get(worker, ""), self.staleness.get(worker, 0))
                 for worker, pushed in self.machine.progress.next.items()
             }
-            self.driver.send(wire.encode(wire.Status(self.shard, status, self.hyper)))
+            self.driver.send(wire.encode(wire.Status(self.shard, status, self.holding.hyper)))
 
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
-        final = memory.attach(self.folder / memory.WHOLE, self.layout)
-        final[self.part] = self.optimizer.values
-        if self.optimizer.average is not None:
-            memory.attach(self.folder / memory.AVERAGE, self.layout)[self.part] = self.optimizer.average
+        self.holding.leave()
         self.driver.send(wire.encode(wire.Finished(self.shard)))
         self.finished = True
 
@@ -208,7 +218,7 @@ class LiveServer(ServerCarrier):
         if isinstance(request, wire.Fetch):
             failed = ""
             try:
-                save_file(self.optimizer.state(), self.folder / Path(request.file).name)
+                save_file(self.holding.optimizer.state(), self.folder / Path(request.file).name)
             except (OSError, SafetensorError) as problem:
                 failed = str(problem)
             self.listener.send(peer, wire.encode(wire.Fetched(request.file, failed)))
@@ -243,23 +253,19 @@ class LiveServer(ServerCarrier):
         else:
             measured = None
             if self.machine.gate.wants_significance:
-                measured = significance(segment.gradient, self.optimizer.values)
+                measured = significance(segment.gradient, self.holding.optimizer.values)
             self.seat.tell(PushArrived(self.now(), push, measured))
 
     def adopt_hyper(self) -> None:
         """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
         said = self.said_hyper.get(min(self.alive, default=(0, 0)))
-        if said is not None and said != self.hyper:
-            self.optimizer.set_hyper(said)
-            self.hyper = said
+        if said is not None and said != self.holding.hyper:
+            self.holding.set_hyper(said)
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
         if segment is None:
-            values = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)[self.part]
-            path = memory.staging_path(self.folder, worker, incarnation)
-            staging = memory.attach(path, self.layout)[self.part] if path.exists() else None
-            segment = self.segments[worker, incarnation] = Segment(values, staging, self.optimizer)
+            segment = self.segments[worker, incarnation] = self.holding.segment(worker, incarnation)
         return segment
 
     def apply(self, action: Apply) -> None:
@@ -277,7 +283,7 @@ class LiveServer(ServerCarrier):
                 absent.append(used[-1].absent)
             self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
-        self.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
+        self.holding.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
         for segment in used:
             segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
@@ -309,7 +315,7 @@ class LiveServer(ServerCarrier):
         if self.machine.held:
             self.keep_held(segment, parameters.worker, parameters.incarnation)
         if segment.holds != parameters.version:
-            segment.values.copy_(self.optimizer.values)
+            segment.fill(self.holding.optimizer.values)
             segment.holds = parameters.version
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.

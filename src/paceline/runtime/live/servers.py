@@ -11,6 +11,8 @@ import msgspec
 from paceline.errors import RunFailed
 from paceline.runtime.live import wire
 from paceline.runtime.live.children import Child, how, start_server
+from paceline.tensors.assignment import Assignment, initial
+from paceline.tensors.layout import Layout
 
 if TYPE_CHECKING:
     from paceline.runtime.live.launch import Driver
@@ -26,7 +28,11 @@ class Servers:
         self.configured: set[int] = set()
         self.finished: set[int] = set()
         self.lives = [0] * count
-        """How often each was restarted."""
+        """How often each was started anew, those that were removed included."""
+        self.retired: set[tuple[int, int]] = set()
+        """(shard, life) of those that were removed."""
+        self.assignment: Assignment = ()
+        """Which has which part of the parameters."""
 
     @property
     def all_there(self) -> bool:
@@ -42,6 +48,11 @@ class Servers:
     def all_finished(self) -> bool:
         return len(self.finished) == self.count
 
+    @property
+    def lives_now(self) -> tuple[int, ...]:
+        """Which life each is in."""
+        return tuple(self.lives[: self.count])
+
     def start(self) -> None:
         for shard in range(self.count):
             self._start(shard)
@@ -49,7 +60,9 @@ class Servers:
     def _start(self, shard: int) -> None:
         self.driver.adopt(start_server(self.driver.folder.path, shard, self.lives[shard]))
 
-    def configure(self) -> None:
+    def configure(self, layout: Layout) -> None:
+        """Tell all what they are to hold, at the beginning."""
+        self.assignment = initial(layout, self.count)
         for shard in range(self.count):
             self._configure(shard)
 
@@ -65,8 +78,8 @@ class Servers:
         checkpoint = driver.keeper.last if driver.keeper is not None else None
         every = driver.plan.keeping.every_updates if driver.plan.keeping is not None else None
         configure = wire.Configure(
-            str(driver.policy), lead.layout, optimizer, driver.epoch_s,
-            str(checkpoint) if checkpoint is not None else None, every,
+            str(driver.policy), lead.layout, self.assignment, optimizer, driver.epoch_s,
+            str(checkpoint) if checkpoint is not None else None, driver.reslicing.reslice_for(shard), every,
         )  # fmt: skip
         self.tell(shard, configure)
 
@@ -81,6 +94,8 @@ class Servers:
         if driver.begun:
             view = driver.authority.view()
             self.tell(ready.shard, wire.NewView(view))
+            if driver.reslicing.phase == "taking":
+                return  # the workers are told of all servers together
             for rank, incarnation in view.members:
                 driver.tell_worker(rank, incarnation, wire.Reopened(ready.shard, self.lives[ready.shard]))
 
@@ -89,22 +104,40 @@ class Servers:
         driver = self.driver
         if code == 0 and driver.asked_to_finish:
             self._hear_last_words(child)
-        if child.rank in self.finished:
+        if child.rank in self.finished or (child.rank, child.incarnation) in self.retired:
             return
+        driver.reslicing.server_died(str(child))
         checkpoint = driver.keeper.last if driver.keeper is not None else None
-        if driver.asked_to_finish or not driver.begun or checkpoint is None:
+        given = driver.reslicing.reslice_for(child.rank) is not None
+        if driver.asked_to_finish or not driver.begun or (checkpoint is None and not given):
             raise RunFailed(
                 f"{child} {how(code)} and there is no checkpoint to restart it from: "
                 "the run cannot go on without its part of the model"
             )
-        driver.say(f"{child} {how(code)}; restarting it from {checkpoint}: its updates since then are lost")
-        assert driver.keeper is not None
-        if driver.keeper.under_way is not None:
+        source = "what others gave it" if given else f"{checkpoint}: its updates since then are lost"
+        driver.say(f"{child} {how(code)}; restarting it from {source}")
+        if driver.keeper is not None and driver.keeper.under_way is not None:
             driver.keeper.give_up(f"{child} {how(code)}")
         self.there.discard(child.rank)
         self.configured.discard(child.rank)
         self.lives[child.rank] += 1
         self._start(child.rank)
+
+    def change(self, after: Assignment, order: wire.Reslice) -> None:
+        """From now on there are so many: the last ones end or are started, the others get other parts."""
+        before, self.count, self.assignment = self.count, len(after), after
+        for shard in range(self.count, before):
+            self.retired.add((shard, self.lives[shard]))
+            self.tell(shard, wire.Retire())
+            self.there.discard(shard)
+            self.configured.discard(shard)
+            self.lives[shard] += 1
+        for shard in range(min(before, self.count)):
+            self.configured.discard(shard)
+            self.tell(shard, order)
+        self.lives += [0] * (self.count - len(self.lives))
+        for shard in range(before, self.count):
+            self._start(shard)
 
     def _hear_last_words(self, server: Child) -> None:
         """It ended as asked; that it said so may be noticed after that it is gone."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.tensors.layout import Layout
+from paceline.tensors.layout import Layout, Part
 
 AT_ONCE = 1 << 20
 """Elements that are copied and looked at together: four megabytes in float32, which a third-level cache holds.
@@ -141,14 +142,14 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def write_slice(gradients: Sequence[Tensor | None], segment: Tensor, layout: Layout, part: slice) -> None:
+def write_slice(gradients: Sequence[Tensor | None], segment: Tensor, layout: Layout, part: Part) -> None:
     """Write one shard's slice of a gradient once more."""
     flat = [None if gradient is None else gradient.reshape(-1) for gradient in gradients]
-    start = 0
-    for entry, gradient in zip(layout.entries, flat, strict=True):
-        first, last = max(start, part.start), min(start + entry.numel, part.stop)
-        if first < last and gradient is None:
-            segment[first:last].zero_()
-        elif first < last and gradient is not None:
-            segment[first:last].copy_(gradient[first - start : last - start])
-        start += entry.numel
+    starts = list(accumulate((entry.numel for entry in layout.entries), initial=0))
+    for piece in layout.pieces(part, AT_ONCE):
+        there, gradient = segment[piece.start : piece.start + piece.length], flat[piece.entry]
+        if gradient is None:
+            there.zero_()
+        else:
+            first = piece.start - starts[piece.entry]
+            there.copy_(gradient[first : first + piece.length])

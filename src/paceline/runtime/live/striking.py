@@ -1,6 +1,7 @@
 """A scenario's faults in a live run: the driver kills, starts, stops and pauses workers when they are due.
 
-Faults that wait for an iteration are carried out by the worker itself, which knows its iteration.
+Faults that wait for an iteration are carried out by the worker itself, which knows its iteration. Other numbers of
+servers are asked for here, or by the worker that is first at the iteration.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Striker:
         self.driver = driver
         timed = [fault for fault in (cluster.faults if cluster is not None else ()) if fault.at_s is not None]
         self.due = sorted(timed, key=lambda fault: fault.at_s or 0.0)
+        resizes = enumerate(cluster.resizes if cluster is not None else ())
+        self.resizes = [(entry, resize) for entry, resize in resizes if resize.at_s is not None]
         self.restarting: dict[int, float] = {}
         """Workers struck down that are to come back, and after how long."""
         self.at_iteration = [
@@ -35,6 +38,9 @@ class Striker:
         driver = self.driver
         while driver.begun and self.due and time.monotonic() - driver.epoch_s >= (self.due[0].at_s or 0.0):
             self.strike(self.due.pop(0))
+        for entry, resize in self.resizes if driver.begun else ():
+            if time.monotonic() - driver.epoch_s >= (resize.at_s or 0.0):
+                driver.reslicing.want(wire.Want(resize.count, entry=entry))
 
     def strike(self, fault: Fault) -> None:
         driver = self.driver

@@ -1,9 +1,10 @@
 """What the processes of a live run say to each other, besides the core's messages. Encoded by msgspec.
 
-worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Leave; Ask, for the scheduler
-driver -> worker     Begin, Dealt, Reopened, Refuse, Stop; Told, from the scheduler
-driver -> server     Configure, NewView, Checkpoint, Finish; Planned, from the scheduler
-server -> driver     Ready, Status, Due, Saved, Finished; Ask, for the scheduler
+worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Held, Want, Leave; Ask, for the scheduler
+driver -> worker     Begin, Dealt, Reopened, Hold, Resliced, Refuse, Stop; Told, from the scheduler
+driver -> server     Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish; Planned, from the scheduler
+server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, for the scheduler
+`paceline servers` -> driver     Want; and back: Outcome
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
 """
@@ -16,8 +17,10 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
+from paceline.core.events import ServersChanged
 from paceline.core.messages import Members, Parameters, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.runtime.live.checkpoint import Shard as Entry
+from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
 
@@ -91,8 +94,12 @@ class Begin(Struct, frozen=True, tag=True):
     epoch_s: float
     hyper: tuple[Hyper, ...] | None
     """The hyper-parameters of the run by now, for a worker that joins."""
+    assignment: Assignment
+    """Which server holds which part of the parameters."""
     lives: tuple[int, ...]
     """How often each server was restarted."""
+    changed: ServersChanged | None
+    """How the number of servers has changed, if it has: this worker's machine starts with that it began with."""
     resumed: bool
     """What is not trained comes from the checkpoint, for worker 0 too."""
 
@@ -112,13 +119,104 @@ class Reopened(Struct, frozen=True, tag=True):
     life: int
 
 
+class Hold(Struct, frozen=True, tag=True):
+    """Do not push this iteration or any later one, and say so when it comes to that; None: go on.
+
+    `change` counts the changes of servers begun in the run, so that what was said of one is not taken for another.
+    """
+
+    change: int
+    at: int | None
+
+
+class Held(Struct, frozen=True, tag=True):
+    """This worker has all its parameters, and does not push iteration `iteration` until it is told."""
+
+    change: int
+    rank: int
+    incarnation: int
+    iteration: int
+
+
+class Resliced(Struct, frozen=True, tag=True):
+    """The servers are others from now on: go on with these."""
+
+    assignment: Assignment
+    lives: tuple[int, ...]
+    event: ServersChanged
+
+
+class Survey(Struct, frozen=True, tag=True):
+    """Tell how everybody stands on this shard, now and whenever that has changed; None: no more."""
+
+    change: int | None
+
+
+class Standing(Struct, frozen=True, tag=True):
+    """How everybody stands on a shard: under which view, who waits, whether gradients wait for others."""
+
+    change: int
+    shard: int
+    view: int
+    V: int
+    version: int
+    next: dict[int, int]
+    waiting: tuple[int, ...]
+    holds: bool
+    hyper: tuple[Hyper, ...] | None
+
+
+class Give(Struct, frozen=True, tag=True):
+    """Leave what other servers are to have in the run's folder. `number` counts the changes."""
+
+    number: int
+    before: Assignment
+    after: Assignment
+
+
+class Gave(Struct, frozen=True, tag=True):
+    shard: int
+    number: int
+    error: str
+
+
+class Reslice(Struct, frozen=True, tag=True):
+    """Take what others have left for you, and go on with the part that is yours from now on."""
+
+    give: Give
+    event: ServersChanged
+
+
+class Retire(Struct, frozen=True, tag=True):
+    """This server has given everything away: end."""
+
+
+class Want(Struct, frozen=True, tag=True):
+    """Somebody wants another number of servers: a person, or the scenario (its entry `entry`)."""
+
+    servers: int
+    peer: str = ""
+    """Who is to be told what came of it."""
+    entry: int | None = None
+
+
+class Outcome(Struct, frozen=True, tag=True):
+    """What came of it, in words."""
+
+    text: str
+    refused: bool
+
+
 class Configure(Struct, frozen=True, tag=True):
     policy: str
     layout: Layout
+    assignment: Assignment
     optimizer: OptimizerSpec
     epoch_s: float
     checkpoint: str | None
     """Start from this folder instead of worker 0's values."""
+    reslice: Reslice | None
+    """Or from what other servers have left, the number of servers having changed."""
     checkpoint_every: int | None
     """Say `Due` after so many updates."""
 
@@ -223,14 +321,18 @@ class Fetched(Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
-ToDriver = Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask
-ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told
-ToServer = Configure | NewView | Checkpoint | Finish | Planned
+ToDriver = (
+    Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask | Held
+    | Standing | Gave | Want
+)  # fmt: skip
+ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced
+ToServer = Configure | NewView | Checkpoint | Finish | Planned | Survey | Give | Reslice | Retire
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_driver = msgspec.msgpack.Decoder(ToDriver).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
+decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 decode_to_shard = msgspec.msgpack.Decoder(Exchange | Fetch).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 

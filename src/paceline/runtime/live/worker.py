@@ -44,6 +44,7 @@ from paceline.runtime.live.segments import Segments
 from paceline.runtime.live.sockets import Link, Waiter, server_path
 from paceline.runtime.live.staging import Transfer
 from paceline.tensors import state
+from paceline.tensors.assignment import Assignment, size
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, State
 
@@ -85,6 +86,12 @@ class LiveWorker(WorkerCarrier):
         self.pushed: Sequence[Tensor | None] = ()
         """The gradient in it."""
         self.sent_hyper: tuple[Hyper, ...] | None = None
+        self.hold_at: int | None = None
+        """The first iteration that must not be pushed, if the driver has said so, servers being about to change."""
+        self.change = 0
+        self.said_held = False
+        """Whether the driver knows that this worker stands still, and since when it does."""
+        self.held_since = 0.0
         self.hindrance = Hindrance(self.config, rank, incarnation)
         self.pid = os.getpid()
         self.overlap: Overlap | None = None
@@ -95,6 +102,7 @@ class LiveWorker(WorkerCarrier):
         # What `begin` adds.
         self.model: Described
         self.layout: Layout
+        self.assignment: Assignment
         self.slice_bytes: tuple[int, ...]
         self.segments: Segments
         self.transfer: Transfer
@@ -161,6 +169,7 @@ class LiveWorker(WorkerCarrier):
             self.overlap.forget()
 
     def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...], refusal: str) -> None:
+        self.stand_still()
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
@@ -176,11 +185,48 @@ class LiveWorker(WorkerCarrier):
         """The computation that was ordered is given up: return when fresh parameters for it are there."""
         ordered = self.ordered
         assert ordered is not None
+        self.transfer.settle()
         self.seat.tell(ResyncArrived(self.now(), Resync(self.rank, self.incarnation, ordered.iteration)))
         self.ordered = None
         self.seat.tell(ComputeAborted(self.now(), ordered.iteration, ordered.attempt))
         self.flush()
         self.await_order()
+
+    def stand_still(self) -> None:
+        """If the driver wants nothing to be under way, the servers being about to change, wait here until they have.
+
+        Everything pushed so far is answered, and the gradient in the segment is nobody's yet.
+        """
+        if time.monotonic() - self.heard_s > HEAR_S:
+            self.hear_driver()
+        while self.hold_at is not None and self.machine.iteration >= self.hold_at:
+            if not self.said_held:
+                self.said_held = True
+                self.held_since = self.now()
+                held = wire.Held(self.change, self.rank, self.incarnation, self.machine.iteration)
+                self.driver.send(wire.encode(held))
+            self.await_driver()
+            self.trace.flush()
+            if self.stopping:
+                raise Stopped
+
+    def reslice(self, order: wire.Resliced) -> None:
+        """There are other servers, or these have other parts of the parameters: go on with them."""
+        self.meet(order.assignment, order.lives)
+        self.hold_at = None
+        self.sent_hyper = None
+        self.said.clear()
+        self.seat.tell(msgspec.structs.replace(order.event, at=self.now(), since=self.held_since))
+
+    def meet(self, assignment: Assignment, lives: Sequence[int]) -> None:
+        """Connect to the servers, each in its present life. What each has is by `assignment`."""
+        paths = [server_path(self.folder, shard, life) for shard, life in enumerate(lives)]
+        known = {link.path: link for link in self.servers}
+        self.servers = [known[path] if path in known else Link(path, self.name) for path in paths]
+        for path in known.keys() - set(paths):
+            known[path].close()
+        self.assignment = assignment
+        self.slice_bytes = tuple(size(part) * self.layout.itemsize for part in assignment)
 
     def await_parameters(self) -> None:
         """Return when the machine has ordered the next iteration's computation, and settle the last one's samples."""
@@ -266,7 +312,7 @@ class LiveWorker(WorkerCarrier):
                     link.send(wire.encode(wire.Fetch(file)))
             parts.append(load_file(self.folder / file))
             (self.folder / file).unlink()
-        return state.join(parts, self.layout)
+        return state.join(parts, self.layout, self.assignment)
 
     def hear_driver(self) -> None:
         self.heard_s = time.monotonic()
@@ -290,6 +336,11 @@ class LiveWorker(WorkerCarrier):
                     link.path = path
                     link.reopen()
                     self.say_again(shard)
+            case wire.Hold(change, at):
+                self.change, self.hold_at = change, at
+                self.said_held = False
+            case wire.Resliced():
+                self.reslice(message)
             case wire.Told(release):
                 self.seat.tell(ReleaseArrived(self.now(), release))
             case wire.Dealt():
@@ -304,7 +355,7 @@ class LiveWorker(WorkerCarrier):
         """
         if shard not in self.said or not (shard in self.machine.waiting or self.machine.pausing):
             return
-        self.segments.restore(shard, len(self.servers), self.pushed)
+        self.segments.restore(self.assignment[shard], self.pushed)
         self.servers[shard].send(wire.encode(self.said[shard]))
 
     def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
@@ -326,6 +377,8 @@ class LiveWorker(WorkerCarrier):
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
         self.stretch(started)
         self.hindrance.strike(self.machine.iteration)
+        for want in self.hindrance.wanted_servers(self.machine.iteration):
+            self.driver.send(wire.encode(want))
         self.pass_slow_link()
 
     def stretch(self, started: float, look: Callable[[], None] | None = None) -> None:

@@ -8,8 +8,6 @@ another keep their order.
 
 from __future__ import annotations
 
-import math
-
 from paceline.cluster import Cluster
 from paceline.runtime.virtual.engine import Wire
 
@@ -62,5 +60,5 @@ class Network:
     def wire(self, kind: str, whose: int, to: int, bandwidth: float) -> Wire:
         key = (kind, whose, to)
         if key not in self.wires:
-            self.wires[key] = Wire(0.0, bandwidth if bandwidth > 0 else math.inf)
+            self.wires[key] = Wire(0.0, bandwidth)
         return self.wires[key]

@@ -20,7 +20,7 @@ from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record, Trace
 from paceline.dealing import SHUFFLED, Dealer, dealer_of
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.runtime.driver import Authority, Seat
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
@@ -62,6 +62,8 @@ class Plan:
 
 class Simulation:
     def __init__(self, plan: Plan, watch: Watcher | None = None) -> None:
+        if plan.cluster.resizes:
+            raise ConfigError("[[servers]] is for live runs: in virtual time the number of servers stays as it is")
         self.plan = plan
         self.watch = watch
         self.members = plan.members
