@@ -162,8 +162,6 @@ class TestErrors:
         """Nothing is rounded in silence, and `True` is a slip of the pen, not 1."""
         words = repr(value).lower() if isinstance(value, bool) else repr(value)
         words = words.removesuffix(".0")
-            str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else repr(value)
-        )
         for cls, key in ((SSP, "staleness"), (Backup, "extra")):
             with pytest.raises(ConfigError) as caught:
                 cls(**{key: value})
