@@ -269,8 +269,10 @@ def check_members(workers: int, servers: int, seed: int) -> Members:
 def check_count(name: str, value: int, least: int = 1, most: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not a whole number ({least} or more)")
-    if value < least or (most is not None and value > most):
-        raise ConfigError(f"{name}={value} is out of range: {least} {'or more' if most is None else f'to {most}'}")
+    if value < least:
+        raise ConfigError(f"{name}={value} is out of range: {least} or more")
+    if most is not None and value > most:
+        raise ConfigError(f"{name}={value} is out of range: {least} to {most}")
     return value
 
 

@@ -160,7 +160,8 @@ class TestErrors:
     @pytest.mark.parametrize("value", [2.5, 2.0, True, "2", None])
     def test_a_whole_number_is_an_int(self, value: Any) -> None:
         """Nothing is rounded in silence, and `True` is a slip of the pen, not 1."""
-        words = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        words = repr(value).lower() if isinstance(value, bool) else repr(value)
+        words = words.removesuffix(".0")
         for cls, key in ((SSP, "staleness"), (Backup, "extra")):
             with pytest.raises(ConfigError) as caught:
                 cls(**{key: value})

@@ -178,7 +178,9 @@ def take_a_step(described: OptimizerSpec) -> None:
     layout = layout_of([("matrix", matrix, 0)], described.borders)
     described.check(layout)
     whole = SliceOptimizer(layout, slice(0, matrix.numel()), matrix.flatten(), described)
-    whole.apply([whole.cut(torch.ones(matrix.numel()))], 0.5)
+    whole.pace.advance(1)
+    for stepper in whole.steppers:
+        stepper.step(torch.ones(matrix.numel()), 0.5)
 
 
 def read_extras(arguments: Mapping[str, str], label: str) -> Extras:
