@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from paceline import rundir
-from paceline.api import check_cluster, check_count, check_members, check_policy
+from paceline.api import check_count, check_live
 from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
-from paceline.commands.screen import console, count, show_table, tell_result, tell_slices
+from paceline.commands.screen import console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.errors import ConfigError
 from paceline.report.html import write
 from paceline.run import Target
@@ -36,8 +36,8 @@ class Run(Outputs):
 
     workers: int = 2
     """How many processes run the script."""
-    servers: int = 1
-    """How many servers the parameters are sliced over."""
+    servers: int | None = None
+    """How many servers the parameters are sliced over (1; none under a policy without servers, as hop)."""
     slicing: str = EPS
     """How: eps, equal slices; key-range, whole tensors, as many for each server, as in ps-lite."""
     policy: str | None = None
@@ -87,8 +87,9 @@ class Run(Outputs):
         run.config = config
         rundir.save(folder, run)
         tell_result(run)
-        show_table([run], f"{script[0]}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, live")
+        show_table([run], f"{script[0]}, {size_of(run.trace.header.members)}, live")
         tell_slices([run])
+        tell_evaluated([run])
         for path in self.save([run], run.config):
             console.print(f"wrote {path}", soft_wrap=True)
         for failure in run.failures:
@@ -102,7 +103,7 @@ class Run(Outputs):
         from paceline.runtime.live.launch import LivePlan
         from paceline.runtime.live.watching import Care
 
-        members = check_members(self.workers, self.servers, self.seed)
+        size = check_live(self.workers, self.servers, self.policy, self.cluster, self.slicing, self.seed)
         if self.checkpoint_updates is not None:
             check_count("checkpoint-updates", self.checkpoint_updates)
         for name in ("checkpoint_s", "hang_timeout_s", "timeout_s"):
@@ -112,10 +113,10 @@ class Run(Outputs):
         if self.restarts < 0:
             raise ConfigError(f"restarts={self.restarts} is out of range: 0 or more")
         return LivePlan(
-            members=members,
+            members=size.members,
             start_worker=script_starter(script[0], script[1:], self.workers, console.is_terminal),
-            policy=check_policy(self.policy, members) if self.policy is not None else None,
-            cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
+            policy=size.policy,
+            cluster=size.cluster,
             seed=self.seed,
             target=Target.parse(self.target) if self.target is not None else None,
             care=Care(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),

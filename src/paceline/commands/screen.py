@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paceline.core.messages import Members
 from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.tensors.layout import imbalance
 
@@ -112,6 +113,13 @@ def show_table(runs: list[Run], title: str) -> None:
             cells.insert(0, f"{base_s / time_s:.2f}x" if time_s and base_s else "-")
         table.add_row(run.policy, f"{time_s:.2f} s" if time_s is not None else "missed", *cells)
     console.print(table)
+
+
+def size_of(members: Members) -> str:
+    """How many take part."""
+    if not members.servers:
+        return count(members.workers, "peer")
+    return f"{count(members.workers, 'worker')}, {count(members.servers, 'server')}"
 
 
 def tell_evaluated(runs: list[Run]) -> None:

@@ -46,6 +46,7 @@ class Admission:
         if driver.lead is None:
             self._configure()
         elif driver.servers.all_configured:
+            workers = [child for child in workers if self._fits(self.described[child.rank, child.incarnation])]
             driver.begun = True
             (driver.folder.path / BEGUN).touch()
             if driver.keeper is not None and driver.keeper.keeping.resume and driver.keeper.last is not None:
@@ -66,6 +67,8 @@ class Admission:
             driver.policy = policies.parse(lead.policy or DEFAULT_POLICY)
         driver.policy.validate(driver.members)
         driver.epoch_s = time.monotonic()
+        if driver.peers.active:
+            driver.peers.prepare()
         if driver.policy.has_scheduler:
             driver.scheduling = Scheduling(driver, driver.policy, driver.folder.path / "trace")
         driver.servers.configure()
@@ -83,7 +86,7 @@ class Admission:
             resumed = driver.keeper is not None and driver.keeper.keeping.resume
             begin = wire.Begin(
                 driver.authority.view(), str(driver.policy), driver.epoch_s, driver.watchman.hyper,
-                tuple(driver.servers.lives), resumed,
+                tuple(driver.servers.lives), resumed, driver.peers.before,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)
 

@@ -49,6 +49,8 @@ HEAR_S = 0.05
 class LiveWorker(WorkerCarrier):
     """Carries out the actions of one worker's machine."""
 
+    has_servers = True
+
     def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
         self.folder = folder
         self.rank = rank
@@ -99,6 +101,15 @@ class LiveWorker(WorkerCarrier):
 
     def now(self) -> float:
         return time.monotonic() - self.epoch_s
+
+    @property
+    def iteration(self) -> int:
+        return self.machine.iteration
+
+    @property
+    def dropped(self) -> Sequence[bool]:
+        """Of each shard: whether the last gradient did not count there."""
+        return self.machine.dropped
 
     def begin(self, model: Described, policy: Policy | None, overlap: bool = False) -> tuple[Hyper, ...] | None:
         """Describe the model, wait for the servers, and have its tensors hold the first parameters.
