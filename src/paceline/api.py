@@ -291,7 +291,12 @@ class LiveSize(NamedTuple):
 
 
 def check_live(
-    workers: int, servers: int | None, policy: str | Policy | None, cluster: str | Cluster | None, slicing: str, seed: int
+    workers: int,
+    servers: int | None,
+    policy: str | Policy | None,
+    cluster: str | Cluster | None,
+    slicing: str,
+    seed: int,
 ) -> LiveSize:
     """Refuse what cannot run live. Without a policy it is the script's, and there are servers until it says."""
     checked = policies.parse(policy) if policy is not None else None

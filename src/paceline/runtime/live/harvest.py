@@ -1,4 +1,4 @@
-"""What is left when a live run has ended: parameters from the servers or peers, buffers from the workers, traces from all."""
+"""What is left when a live run has ended: parameters from servers or peers, buffers from workers, traces from all."""
 
 from __future__ import annotations
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torch import Tensor
-
-from paceline.core.messages import Handle, PeerMessage
+from paceline.core.messages import PeerMessage
 from paceline.runtime.driver import handle_of
 from paceline.runtime.live import wire
 from paceline.runtime.live.slots import Mail, Process, Shelf, peer_path
@@ -33,8 +31,6 @@ class Neighbours:
         self.members: dict[int, int] = {}
         self.links: dict[Process, Link] = {}
         self.outbox: dict[int, list[wire.Letter]] = {}
-        self.sent: tuple[Handle | None, int] = (None, 0)
-        """The parameters sent last, and their slot: all who are sent the same share it."""
 
     def change(self, members: dict[int, int]) -> None:
         """These are the members from now on."""
@@ -42,18 +38,12 @@ class Neighbours:
         for process in [process for process in self.links if members.get(process[0]) != process[1]]:
             self.links.pop(process).close()
 
-    def write(self, rank: int, message: PeerMessage, parameters: Callable[[], Tensor]) -> None:
-        """Put a message into the next parcel, and the parameters as they are now into a slot, if it names any."""
+    def write(self, rank: int, message: PeerMessage, name: Callable[[int], int]) -> None:
+        """Put a message into the next parcel. If it names parameters, `name` says which slot they are in."""
         handle = handle_of(message)
-        slot = None
-        if handle is not None:
-            if self.sent[0] != handle:
-                number = self.shelf.take(handle.version)
-                self.shelf.slots[number].values.copy_(parameters())
-                self.sent = (handle, number)
-            slot = self.sent[1]
-            if rank in self.members:
-                self.shelf.lend(slot, (rank, self.members[rank]))
+        slot = name(handle.version) if handle is not None else None
+        if slot is not None and rank in self.members:
+            self.shelf.lend(slot, rank)
         self.outbox.setdefault(rank, []).append(wire.Letter(message, slot))
 
     def post(self) -> None:
@@ -81,7 +71,7 @@ class Neighbours:
             self.waiter.wait(0.0)
 
     def read(self) -> Iterator[PeerMessage]:
-        """What was heard. A message whose parameters are gone is left out: its sender was killed, and a view says so."""
+        """What was heard, less messages whose parameters are gone: their sender was killed, and a view will say so."""
         while (received := self.listener.receive()) is not None:
             for letter in wire.decode_parcel(received[1]).letters:
                 handle = handle_of(letter.message)

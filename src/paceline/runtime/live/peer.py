@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,7 +55,7 @@ def is_for_peers(config: wire.LiveConfig, policy: Policy | None) -> bool:
 class LivePeer:
     """Carries out the actions of one peer's machine."""
 
-    has_servers = False
+    has_servers: Literal[False] = False
 
     def __init__(self, worker: LiveWorker, inner: torch.optim.Optimizer, step: Callable[[], None]) -> None:
         """A process of the run that turns out to be a peer. `step` steps `inner`, on the gradients that are there."""
@@ -89,6 +90,8 @@ class LivePeer:
         self.model: Described
         self.layout: Layout
         self.values: Values
+        self.changes: list[int]
+        """How often each tensor had been written to when the last step was done."""
         self.neighbours: Neighbours
         self.machine: Peer | Gossip
         self.seat: Seat
@@ -111,14 +114,14 @@ class LivePeer:
         refuse(model, overlap)
         self.model = model
         self.layout = model.layout
-        self.values = Values(model.tensors, model.layout)
         me = (self.rank, self.incarnation)
         self.neighbours = Neighbours(self.folder, me, model.layout, self.config.members.workers, self.waiter)
+        self.values = Values(model.tensors, self.neighbours.shelf)
         begin = joining.introduce(self, model, policy)
         self.epoch_s, self.before = begin.epoch_s, begin.iteration
         if begin.view.number == 1:
             self._take_first_parameters()
-        self.values.adopt()
+        self.values.load()
         machine = policies.parse(begin.policy).machine("peer", self.rank, self.config.members, self.config.seed)
         assert isinstance(machine, Peer | Gossip)
         self.machine = machine
@@ -128,12 +131,13 @@ class LivePeer:
         self.hyper = begin.hyper if begin.hyper is not None else model.optimizer.groups
         self.see(begin.view)
         self.await_order()
+        self.changes = [tensor._version for tensor in model.tensors]
         self.tell_status()
         return begin.hyper
 
     def _take_first_parameters(self) -> None:
         """All start with worker 0's values and what its optimizer had learned, or with a checkpoint's."""
-        self.values.flat.copy_(memory.attach(self.folder / memory.WHOLE, self.layout))
+        self.values.slot.values.copy_(memory.attach(self.folder / memory.WHOLE, self.layout))
         learned = self.folder / joining.INITIAL_STATE
         if learned.exists():
             states = state.to_torch(load_file(learned), self.layout)
@@ -181,10 +185,10 @@ class LivePeer:
         for index, (entry, gradient) in enumerate(zip(self.layout.entries, gradients, strict=True)):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise PacelineError(f"{entry.name} has a sparse gradient: only dense ones can be used")
-            if self.values.moved(index):
+            if self.values.moved(index) or self.model.tensors[index]._version != self.changes[index]:
                 raise PacelineError(
-                    f"{entry.name} was given other memory by the script: once wrapped, parameters stay where they are; "
-                    "change their values instead"
+                    f"{entry.name} was changed by the script: once wrapped, parameters are read by other peers at any "
+                    "time; load or change them before paceline.Optimizer is made"
                 )
 
     def hand_in(self, refused: bool, hyper: tuple[Hyper, ...]) -> None:
@@ -194,11 +198,11 @@ class LivePeer:
         self.refused = refused
         self.dropped[0] = True
         self.hyper = hyper
-        self.values.stepped()  # scripts may change parameters between steps
         self.hear(0.0)
         nbytes = (self.layout.numel * self.layout.itemsize,)
         self.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, nbytes))
         self.await_order()
+        self.changes = [tensor._version for tensor in self.model.tensors]
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         self.hands.settle(counted=self.refused or not self.dropped[0])
         if time.monotonic() - self.told_status_s > STATUS_S:
@@ -284,7 +288,7 @@ class LivePeer:
         message = action.message
         if not isinstance(message, Update | Token | Ack | Hello | Offer | Reply):
             raise NoSuchAction(f"a peer cannot {action}")
-        self.neighbours.write(action.to.rank, message, self.values.fetch)
+        self.neighbours.write(action.to.rank, message, self.values.name)
 
     def reduce(self, action: Reduce) -> None:
         mail = self.neighbours.mail
@@ -295,8 +299,7 @@ class LivePeer:
 
     def apply(self, action: Apply) -> None:
         if not self.refused:
-            self.step()
-            self.values.stepped()
+            self.values.step(self.step)
             self.dropped[0] = False
 
     def drop(self, action: Drop) -> None:

@@ -1,18 +1,19 @@
 """Parameters on their way from peer to peer: slots, in shared memory, that belong to the peer that sends.
 
-A peer writes its parameters once, into a free slot of its own, and tells each out-neighbour the number of the slot: all
-read the same copy, at the moment they average, and nothing is copied on their side. A slot is a file of its own in the
-run's folder: the vector, and behind it a word for each reader. Whoever has used the parameters, or will not, writes
-their number into its word. Who is no member any more reads nothing. So a slot is free again without a message, and
-nobody ever waits for one: if all are in use there is one more. With tokens a reader is at most max_gap iterations
-behind, so there are few (docs/decisions/0018).
+A peer's parameters lie in one of its slots. To send them it tells neighbours the number of the slot; all read the same
+memory, at the moment they average, and nothing is copied on either side. From then on the slot is lent and must not
+be written to: the average of an iteration goes into another one, and the model's tensors are views of that one then.
+A slot is a file of its own in the run's folder: the vector, and behind it a word for each reader. Whoever has used the
+parameters, or will not, writes their serial number into its word; who is no member any more reads nothing. So a slot is
+free again without a message, and nobody ever waits for one: if all are in use there is one more. With tokens a reader
+is at most max_gap iterations behind, so there are few (docs/decisions/0018).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,9 +23,11 @@ from paceline.core.messages import Handle
 from paceline.runtime.live import memory
 from paceline.tensors.layout import CACHE_LINE_BYTES, Layout, flatten
 
-PART = 1 << 18
-"""Elements that are averaged together: a megabyte in float32, so that sums stay in a cache."""
+PART = 1 << 20
+"""Elements that are averaged together: four megabytes in float32, so that sums stay in a third-level cache."""
 WORD_BYTES = 8
+NOT_NAMED = 0
+"""Serial numbers begin with 1."""
 
 Process = tuple[int, int]
 """One life of a peer: its rank and its incarnation."""
@@ -54,7 +57,7 @@ class Slot:
         self.parts = self.values.split(PART)
         begin = words_offset(layout)
         self.words = memoryview(buffer)[begin : begin + WORD_BYTES * readers].cast("q")
-        """By rank: the number of the last parameters in this slot that it is done with."""
+        """By rank: the serial number of the last parameters in this slot that it is done with."""
 
 
 def words_offset(layout: Layout) -> int:
@@ -76,22 +79,25 @@ class Shelf:
         self.readers = readers
         self.slots: list[Slot] = []
         self.lent: list[tuple[int, list[Process]]] = []
-        """Of each slot: the number of what it holds, and who may still read it."""
+        """Of each slot: the serial number of the parameters in it, and who may still read them."""
         self.members: dict[int, int] = {}
 
-    def take(self, serial: int) -> int:
-        """A free slot for the parameters numbered `serial`."""
-        number = next((index for index in range(len(self.slots)) if self.is_free(index)), len(self.slots))
-        if number == len(self.slots):
-            path = slot_path(self.folder, self.owner, number)
-            buffer = memory.reserve(path, slot_bytes(self.layout, self.readers))
+    def find_free(self, besides: int | None) -> int:
+        """A slot that nobody reads, and not this one; a new one if there is none."""
+        for number in range(len(self.slots)):
+            if number != besides and self.is_free(number):
+                break
+        else:
+            number = len(self.slots)
+            buffer = memory.reserve(slot_path(self.folder, self.owner, number), slot_bytes(self.layout, self.readers))
             self.slots.append(Slot(buffer, self.layout, self.readers))
-            self.lent.append((serial, []))
-        self.lent[number] = (serial, [])
+            self.lent.append((NOT_NAMED, []))
+        self.lent[number] = (NOT_NAMED, [])
         return number
 
-    def lend(self, number: int, reader: Process) -> None:
-        self.lent[number][1].append(reader)
+    def lend(self, number: int, rank: int) -> None:
+        """This member may read what is in the slot."""
+        self.lent[number][1].append((rank, self.members[rank]))
 
     def is_free(self, number: int) -> bool:
         serial, readers = self.lent[number]
@@ -139,39 +145,65 @@ class Mail:
 
 
 class Values:
-    """A peer's parameters as one vector. On the CPU the model's tensors are views of it; others are copied."""
+    """A peer's parameters, in a slot. On the CPU the model's tensors are views of it; others are copied."""
 
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+    def __init__(self, tensors: Sequence[Tensor], shelf: Shelf) -> None:
         self.tensors = tensors
-        self.flat = layout.empty()
-        self.views = layout.views(self.flat)
-        self.parts = self.flat.split(PART)
+        self.shelf = shelf
         self.in_place = all(tensor.device.type == "cpu" for tensor in tensors)
         self.current = True
-        """The vector holds what the model does."""
+        """The slot holds what the model does."""
+        self.number = shelf.find_free(None)
+        self.views = shelf.layout.views(self.slot.values)
 
-    def adopt(self) -> None:
-        """Have the model hold what is in the vector, and on the CPU be the vector."""
+    @property
+    def slot(self) -> Slot:
+        return self.shelf.slots[self.number]
+
+    def load(self) -> None:
+        """Have the model hold what is in the slot, and on the CPU be the slot."""
         if self.in_place:
             for tensor, view in zip(self.tensors, self.views, strict=True):
                 tensor.data = view
         else:
-            self._load()
+            torch._foreach_copy_([tensor.detach() for tensor in self.tensors], self.views)
 
     def moved(self, index: int) -> bool:
         """Whether the script has given this tensor other memory."""
         return self.in_place and self.tensors[index].data_ptr() != self.views[index].data_ptr()
 
-    def stepped(self) -> None:
-        """The model has changed."""
-        self.current = self.in_place
-
     def fetch(self) -> Tensor:
-        """The vector, as the model is now."""
+        """The parameters as they are now."""
         if not self.current:
+            if not self.shelf.is_free(self.number):
+                self._move(self.shelf.find_free(self.number))
             flatten(self.tensors, self.views)
             self.current = True
-        return self.flat
+        return self.slot.values
+
+    def name(self, serial: int) -> int:
+        """The slot of the parameters as they are now, to be lent under this serial number. It has one at a time."""
+        self.fetch()
+        if self.shelf.lent[self.number][0] != serial:
+            self.make_writable()
+            self.shelf.lent[self.number] = (serial, [])
+        return self.number
+
+    def make_writable(self) -> None:
+        """Leave a slot that others may read: the parameters go on in another one."""
+        if not self.shelf.is_free(self.number):
+            before = self.slot
+            self._move(self.shelf.find_free(self.number))
+            self.slot.values.copy_(before.values)
+            if self.in_place:
+                self.load()
+
+    def step(self, optimizer_step: Callable[[], None]) -> None:
+        """Have the optimizer change the model."""
+        if self.in_place:
+            self.make_writable()
+        optimizer_step()
+        self.current = self.in_place
 
     def average(self, own: float, slots: Sequence[Slot], weights: Sequence[float]) -> None:
         """Replace the parameters by `own` times themselves plus the slots', each times its weight; these sum to 1."""
@@ -181,14 +213,20 @@ class Values:
             total += weight
             if weight:
                 steps.append((slot.parts, weight / total))
-        for index, part in enumerate(self.parts):
+        if not steps:
+            return
+        source = self.slot.parts
+        self._move(self.shelf.find_free(self.number))
+        for index, part in enumerate(self.slot.parts):
+            mixed = source[index]
             for parts, share in steps:
                 if share == 1.0:
-                    part.copy_(parts[index])
+                    part.copy_(parts[index])  # whatever was here before, NaN too, has no share in it
                 else:
-                    part.lerp_(parts[index], share)  # one pass for each, where scaling and adding would be one more
-        if not self.in_place:
-            self._load()
+                    torch.lerp(mixed, parts[index], share, out=part)
+                mixed = part
+        self.load()
 
-    def _load(self) -> None:
-        torch._foreach_copy_([tensor.detach() for tensor in self.tensors], self.views)
+    def _move(self, number: int) -> None:
+        self.number = number
+        self.views = self.shelf.layout.views(self.slot.values)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -49,7 +50,7 @@ HEAR_S = 0.05
 class LiveWorker(WorkerCarrier):
     """Carries out the actions of one worker's machine."""
 
-    has_servers = True
+    has_servers: Literal[True] = True
 
     def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
         self.folder = folder
