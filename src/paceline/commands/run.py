@@ -72,6 +72,7 @@ class Run(Outputs):
         if not Path(script[0]).is_file():
             raise ConfigError(f"there is no script {script[0]!r}")
         plan = self.plan(script)
+        self.check_keeping(plan)
         folder = resume or self.make_folder(script[0])
         plan = self.keep(plan, folder, resume is not None)
         config = {**asdict(self), "script": script[0], "arguments": script[1:]}
@@ -129,6 +130,13 @@ class Run(Outputs):
         from paceline.runtime.live.keeping import Keeping
 
         return replace(plan, keeping=Keeping(folder, self.checkpoint_updates, self.checkpoint_s, resume))
+
+    def check_keeping(self, plan: LivePlan) -> None:
+        """Refuse checkpoints that cannot be had, before there is a folder."""
+        from paceline.runtime.live.keeping import Keeping
+
+        if plan.policy is not None:
+            Keeping(Path(), self.checkpoint_updates, self.checkpoint_s).check(plan.policy)
 
     def make_folder(self, script: str) -> Path:
         if self.dir is None:

@@ -74,8 +74,9 @@ class Peers:
         driver.members = Members(driver.members.workers, 0)
         driver.servers = Servers(driver, 0)
         keeper = driver.keeper
-        if keeper is None:
+        if keeper is None or driver.policy is None:
             return
+        keeper.keeping.check(driver.policy)
         keeper.servers = 1  # who writes checkpoints: the driver
         if keeper.keeping.resume and keeper.last is not None:
             self._resume(keeper.last)
