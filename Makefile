@@ -28,9 +28,13 @@ demo: setup
 	@echo "reports: $(CURDIR)/demo/virtual.html and $(CURDIR)/demo/live.html"
 	@echo "next:    $(BIN)/paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py"
 
+# Tests that start no processes share the cores; those that do have them to themselves.
+ALONE := tests/core tests/virtual tests/report tests/reproductions tests/zipline
+
 test: setup
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ALONE)
+	$(BIN)/python -m pytest tests/live tests/front
 
 check: setup
 	$(BIN)/ruff check .

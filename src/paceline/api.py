@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
@@ -114,13 +114,12 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     if job.by_layer:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
-    policies.check_live(job.policy)
     if job.shards != SHUFFLED:
         raise ConfigError("shards=sorted is for virtual time")
     run = launch(
         partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed),
         workers=job.members.workers,
-        servers=job.members.servers,
+        servers=job.members.servers or None,
         policy=job.policy,
         cluster=job.cluster,
         seed=job.seed,
@@ -129,14 +128,25 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
         watch=watch,
     )
     run.config = job.config()
+    if isinstance(job.policy, PeerPolicy):
+        _evaluate_average(job, run)
     return run
+
+
+def _evaluate_average(job: Job, run: Run) -> None:
+    """Peers log their own loss and accuracy; at the end those of their average are what counts."""
+    module = job.workload.module(job.seed)
+    module.load_state_dict(run.model())
+    measured = job.workload.evaluate(module)
+    run.history.append(Point(run.time_s, run.metrics.updates, measured["loss"], measured["accuracy"]))
+    run.evaluated = f"peer 0, and in the end {run.evaluated.partition('the model is ')[2]}"
 
 
 def launch(
     fn: Callable[[], object],
     *,
     workers: int = 2,
-    servers: int = 1,
+    servers: int | None = None,
     policy: str | Policy | None = None,
     cluster: str | Cluster | None = None,
     seed: int = 0,
@@ -145,22 +155,23 @@ def launch(
     slicing: str = EPS,
     watch: Watcher | None = None,
 ) -> Run:
-    """Call `fn` in `workers` processes on this machine, with `servers` parameter servers beside them.
+    """Call `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
 
     `fn` is an ordinary training function that uses `paceline.Optimizer`. It runs in forks of this process, so
     closures and functions of a notebook work. A `policy` given here beats the one in `fn`. `slicing` is how the
-    parameters are cut over the servers: "eps", or "key-range" as in ps-lite.
+    parameters are cut over the servers: "eps", or "key-range" as in ps-lite. Under a policy without servers (hop,
+    adpsgd) the processes are peers, each with an optimizer of its own, and the model is their average.
     """
     from paceline.runtime.live.children import function_starter
     from paceline.runtime.live.launch import Driver, LivePlan
     from paceline.runtime.live.watching import Care
 
-    members = check_members(workers, servers, seed)
+    size = check_live(workers, servers, policy, cluster, slicing, seed)
     plan = LivePlan(
-        members=members,
+        members=size.members,
         start_worker=function_starter(fn),
-        policy=policies.check_live(check_policy(policy, members)) if policy is not None else None,
-        cluster=check_cluster(cluster, members) if cluster is not None else None,
+        policy=size.policy,
+        cluster=size.cluster,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
         care=Care(timeout_s=timeout_s),
@@ -217,11 +228,7 @@ class Job:
         """Refuse what only servers can do. How many servers there are does not matter: others may be compared with."""
         if self.by_layer or self.slicing != EPS:
             raise ConfigError(f"{self.policy} has no servers: slicing and by_layer are not for it")
-        for fault in self.cluster.faults:
-            if fault.kind == "join" and fault.worker >= self.members.workers:
-                raise ConfigError(
-                    f"join of worker {fault.worker}: the graph has places 0 to {self.members.workers - 1}"
-                )
+        check_places(self.cluster, self.members)
         assert isinstance(self.policy, PeerPolicy)
         graph = self.policy.topology(self.members.workers)
         weights = neighbours(graph, frozenset(range(graph.size))).weights
@@ -280,6 +287,48 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     checked = policies.parse(policy)
     checked.validate(members)
     return checked
+
+
+class LiveSize(NamedTuple):
+    """Who takes part in a live run, under which policy, on what: checked."""
+
+    members: Members
+    policy: Policy | None
+    cluster: Cluster | None
+
+
+def check_live(
+    workers: int,
+    servers: int | None,
+    policy: str | Policy | None,
+    cluster: str | Cluster | None,
+    slicing: str,
+    seed: int,
+) -> LiveSize:
+    """Refuse what cannot run live. Without a policy it is the script's, and there are servers until it says."""
+    checked = policies.parse(policy) if policy is not None else None
+    members = check_members(workers, 1 if servers is None else servers, seed)
+    if isinstance(checked, PeerPolicy):
+        if servers is not None:
+            raise ConfigError(f"servers={servers}: {checked} has no servers, leave it out")
+        if slicing != EPS:
+            raise ConfigError(f"slicing={slicing}: {checked} has no servers to cut the parameters for")
+        members = Members(workers, 0)
+    if checked is not None:
+        checked.validate(members)
+    scenario = check_cluster(cluster, members) if cluster is not None else None
+    if isinstance(checked, PeerPolicy) and scenario is not None:
+        check_places(scenario, members)
+        if scenario.machines or scenario.edges:
+            raise ConfigError("machines and [[edge]] are for virtual time: live peers share one machine")
+    return LiveSize(members, checked, scenario)
+
+
+def check_places(cluster: Cluster, members: Members) -> None:
+    """Who joins must have a place on the graph."""
+    for fault in cluster.faults:
+        if fault.kind == "join" and fault.worker >= members.workers:
+            raise ConfigError(f"join of worker {fault.worker}: the graph has places 0 to {members.workers - 1}")
 
 
 def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:

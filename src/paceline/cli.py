@@ -16,6 +16,7 @@ import tyro
 
 from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
 from paceline.commands.bench_gradients import BenchGradients
+from paceline.commands.bench_peers import BenchPeers
 from paceline.commands.bench_simulator import BenchSimulator
 from paceline.commands.bench_tuner import BenchTuner
 from paceline.commands.bench_zipline import BenchZipline
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Any] = {
     "bench exchange": BenchExchange,
     "bench safety": BenchSafety,
     "bench straggler": BenchStraggler,
+    "bench peers": BenchPeers,
     "bench gradients": BenchGradients,
     "bench simulator": BenchSimulator,
     "bench zipline": BenchZipline,

@@ -38,7 +38,7 @@ def read_options(text: str) -> Extras:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A torch optimizer whose steps are taken on the servers of a live run.
+    """A torch optimizer whose steps are taken on the servers of a live run, or here by a peer if there are none.
 
     `policy` says who waits for whom (`paceline run --policy` beats it). `model` is optional: with it the saved
     parameters bear the model's names, and under specsync forward can be interrupted, not only backward. `overlap`
@@ -70,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
         if overlap and self.extras.clip is not None:
             raise ConfigError("clip changes gradients after backward: overlap=True has sent them by then")
         chosen = policies.parse(policy) if policy is not None else None
-        self.live = session.init().live
+        self.live = session.take_part(chosen, inner, self._step_inner)
         self.overlap = overlap
         self.steps = 0
         self.raw_hyper: list[list[Any]] = []
@@ -162,6 +162,14 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._clip()
+        self._step_inner()
+        return loss
+
+    def _step_inner(self) -> None:
+        """A step of the inner optimizer at the rate the schedule has come to."""
+        if self.pace.schedule is None:
+            self.inner.step()
+            return
         self.pace.advance(1)
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
@@ -169,7 +177,6 @@ class Optimizer(torch.optim.Optimizer):
         self.inner.step()
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
-        return loss
 
     def _clip(self) -> None:
         """Bound the norm of this worker's whole gradient, before it is sliced."""
@@ -223,8 +230,8 @@ class Optimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as the inner optimizer would have it; in a live run it is fetched from the servers."""
-        if self.live is not None:
+        """The state as the inner optimizer would have it; in a live run it is fetched from the servers, if any."""
+        if self.live is not None and self.live.has_servers:
             states = state.to_torch(self.live.fetch_state(), self.live.layout)
             for tensor, learned in zip(self.trained, states, strict=True):
                 if learned:
@@ -232,7 +239,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.live is not None:
+        if self.live is not None and self.live.has_servers:
             raise PacelineError(
                 "in a live run the state is on the servers: load it into the torch optimizer, then wrap that"
             )
@@ -243,14 +250,14 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def global_step(self) -> int:
         """The iteration this worker is about to compute. After a drop or a join it may jump ahead."""
-        return self.live.machine.iteration if self.live is not None else self.steps
+        return self.live.iteration if self.live is not None else self.steps
 
     @property
     def dropped_share(self) -> float:
         """The share of the shards on which the last gradient did not count."""
         if self.live is None:
             return 0.0
-        dropped = self.live.machine.dropped
+        dropped = self.live.dropped
         return sum(dropped) / len(dropped)
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.core.trace import Trace
 from paceline.errors import ConfigError
-from paceline.run import Point, Run, ServerChange, Target, write_whole
+from paceline.run import ON_SERVERS, Point, Run, ServerChange, Target, write_whole
 
 CONFIG, METRICS, TRACE, MODEL = "config.json", "metrics.json", "trace.jsonl", "model.safetensors"
 AVERAGE = "average.safetensors"
@@ -114,6 +114,7 @@ def load(folder: Path) -> Run:
         time_to_target_s=metrics["summary"]["time_to_target_s"],
         config=config,
         average=average,
+        evaluated=metrics["summary"].get("evaluated", ON_SERVERS),
         failures=metrics["failures"],
         server_changes=[ServerChange(**change) for change in metrics["summary"].get("server_changes", ())],
     )

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import numbers
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
+    import torch
+
+    from paceline.core.policy import Policy
+    from paceline.runtime.live.peer import LivePeer
     from paceline.runtime.live.worker import LiveWorker
 
 
@@ -22,7 +27,7 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1, live: LiveWorker | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.live = live
+        self.live: LiveWorker | LivePeer | None = live
         self.logged: list[dict[str, float]] = []
         """What `log` was given, in a world of one."""
 
@@ -45,6 +50,23 @@ def init() -> World:
         else:
             _world = World()
     return _world
+
+
+def take_part(
+    policy: Policy | None, inner: torch.optim.Optimizer, step: Callable[[], None]
+) -> LiveWorker | LivePeer | None:
+    """The part this process has in a live run, if any: a peer, which steps `inner` here, if there are no servers."""
+    here = init()
+    if here.live is None:
+        return None
+    from paceline.runtime.live.peer import LivePeer, is_for_peers
+    from paceline.runtime.live.worker import LiveWorker
+
+    if isinstance(here.live, LivePeer):
+        raise PacelineError("a worker has one paceline.Optimizer: give it all parameters, in groups if need be")
+    if isinstance(here.live, LiveWorker) and is_for_peers(here.live.config, policy):
+        here.live = LivePeer(here.live, inner, step)
+    return here.live
 
 
 def world() -> World:

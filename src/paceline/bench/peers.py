@@ -1,5 +1,6 @@
 """What a user would pick instead of paceline, each in processes of its own on this machine.
 
+    ring       each sends its parameters to two neighbours over Gloo and averages theirs in
     ddp        all-reduce of the gradient over Gloo, then SGD: data-parallel training
     averaging  post-local SGD: local steps, then the models are averaged over Gloo
     rpc        a parameter server on torch RPC (TensorPipe; shared memory on one host)
@@ -80,6 +81,29 @@ def exchange_ddp(rank: int, size: int, store: str, options: Options) -> float:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(size)
             optimizer.step()
+
+    iterate(options["warm"])
+    dist.barrier()
+    began = time.perf_counter()
+    iterate(options["count"])
+    return float(1000 * (time.perf_counter() - began) / options["count"])
+
+
+def exchange_ring(rank: int, size: int, store: str, options: Options) -> float:
+    """Milliseconds of one iteration: send to both neighbours, receive from both, average."""
+    _join(rank, size, store)
+    values = torch.full((options["params"],), float(rank))
+    before, after = torch.empty_like(values), torch.empty_like(values)
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    def iterate(count: int) -> None:
+        for _ in range(count):
+            under_way = [dist.isend(values, left), dist.isend(values, right)]
+            under_way += [dist.irecv(before, left), dist.irecv(after, right)]
+            for work in under_way:
+                assert work is not None
+                work.wait()
+            values.lerp_(before, 1 / 2).lerp_(after, 1 / 3)
 
     iterate(options["warm"])
     dist.barrier()
@@ -214,7 +238,7 @@ def _average(tensors: list[torch.Tensor], stop: torch.Tensor, size: int) -> None
         start += tensor.numel()
 
 
-WORKERS: dict[str, Worker] = {"ddp": exchange_ddp, "rpc": exchange_rpc, "straggler": straggler}
+WORKERS: dict[str, Worker] = {"ring": exchange_ring, "ddp": exchange_ddp, "rpc": exchange_rpc, "straggler": straggler}
 
 
 def main() -> None:

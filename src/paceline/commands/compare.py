@@ -11,7 +11,7 @@ import tyro
 from paceline import policies
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.commands.options import Training
-from paceline.commands.screen import Watching, console, count, show_table, tell_evaluated, tell_result, tell_slices
+from paceline.commands.screen import Watching, console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.errors import ConfigError
 from paceline.run import Run
 
@@ -81,10 +81,7 @@ def _do(job: Job, train: Callable[..., Run]) -> Run:
 
 def _size(jobs: list[Job]) -> str:
     """How many take part. Where some policies have servers and some have none, workers are peers under these."""
-    members = max((job.members for job in jobs), key=lambda members: members.servers)
-    if not members.servers:
-        return count(members.workers, "peer")
-    return f"{count(members.workers, 'worker')}, {count(members.servers, 'server')}"
+    return size_of(max((job.members for job in jobs), key=lambda members: members.servers))
 
 
 def _tell_layers(runs: list[Run]) -> None:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from paceline import rundir
-from paceline.api import check_cluster, check_count, check_members, check_policy
+from paceline.api import check_count, check_live
 from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
-from paceline.commands.screen import console, count, show_table, tell_result, tell_slices
+from paceline.commands.screen import console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.errors import ConfigError, PacelineError
-from paceline.policies import check_live
 from paceline.report.html import write
 from paceline.run import Target
 from paceline.tensors.layout import EPS, check_slicing
@@ -37,8 +36,8 @@ class Run(Outputs):
 
     workers: int = 2
     """How many processes run the script."""
-    servers: int = 1
-    """How many servers the parameters are sliced over."""
+    servers: int | None = None
+    """How many servers the parameters are sliced over (1; none under a policy without servers, as hop)."""
     slicing: str = EPS
     """How: eps, equal slices; key-range, whole tensors, as many for each server, as in ps-lite."""
     policy: str | None = None
@@ -73,6 +72,7 @@ class Run(Outputs):
         if not Path(script[0]).is_file():
             raise ConfigError(f"there is no script {script[0]!r}")
         plan = self.plan(script)
+        self.check_keeping(plan)
         folder = resume or self.make_folder(script[0])
         plan = self.keep(plan, folder, resume is not None)
         config = {**asdict(self), "script": script[0], "arguments": script[1:]}
@@ -88,8 +88,9 @@ class Run(Outputs):
         run.config = config
         rundir.save(folder, run)
         tell_result(run)
-        show_table([run], f"{script[0]}, {count(self.workers, 'worker')}, {count(self.servers, 'server')}, live")
+        show_table([run], f"{script[0]}, {size_of(run.trace.header.members)}, live")
         tell_slices([run])
+        tell_evaluated([run])
         for path in self.save([run], run.config):
             console.print(f"wrote {path}", soft_wrap=True)
         for failure in run.failures:
@@ -103,7 +104,7 @@ class Run(Outputs):
         from paceline.runtime.live.launch import LivePlan
         from paceline.runtime.live.watching import Care
 
-        members = check_members(self.workers, self.servers, self.seed)
+        size = check_live(self.workers, self.servers, self.policy, self.cluster, self.slicing, self.seed)
         if self.checkpoint_updates is not None:
             check_count("checkpoint-updates", self.checkpoint_updates)
         for name in ("checkpoint_s", "hang_timeout_s", "timeout_s"):
@@ -113,10 +114,10 @@ class Run(Outputs):
         if self.restarts < 0:
             raise ConfigError(f"restarts={self.restarts} is out of range: 0 or more")
         return LivePlan(
-            members=members,
+            members=size.members,
             start_worker=script_starter(script[0], script[1:], self.workers, console.is_terminal),
-            policy=check_live(check_policy(self.policy, members)) if self.policy is not None else None,
-            cluster=check_cluster(self.cluster, members) if self.cluster is not None else None,
+            policy=size.policy,
+            cluster=size.cluster,
             seed=self.seed,
             target=Target.parse(self.target) if self.target is not None else None,
             care=Care(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),
@@ -129,6 +130,13 @@ class Run(Outputs):
         from paceline.runtime.live.keeping import Keeping
 
         return replace(plan, keeping=Keeping(folder, self.checkpoint_updates, self.checkpoint_s, resume))
+
+    def check_keeping(self, plan: LivePlan) -> None:
+        """Refuse checkpoints that cannot be had, before there is a folder."""
+        from paceline.runtime.live.keeping import Keeping
+
+        if plan.policy is not None:
+            Keeping(Path(), self.checkpoint_updates, self.checkpoint_s).check(plan.policy)
 
     def make_folder(self, script: str) -> Path:
         if self.dir is None:

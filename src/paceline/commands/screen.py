@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paceline.core.messages import Members
 from paceline.report.view import RunView, baseline_of, divergence, speed_up, target_of
 from paceline.run import ON_SERVERS, Point, Run, Target
 from paceline.tensors.layout import imbalance
@@ -125,6 +126,13 @@ def show_table(runs: list[Run], title: str) -> None:
     for view in views:
         if said := divergence(view):
             console.print(f"{view.policy} {said}", soft_wrap=True)
+
+
+def size_of(members: Members) -> str:
+    """How many take part."""
+    if not members.servers:
+        return count(members.workers, "peer")
+    return f"{count(members.workers, 'worker')}, {count(members.servers, 'server')}"
 
 
 def tell_evaluated(runs: list[Run]) -> None:

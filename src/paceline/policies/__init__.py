@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from paceline.core import spec
-from paceline.core.policy import CentralPolicy, PeerPolicy, Policy
+from paceline.core.policy import CentralPolicy, Policy
 from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
 from paceline.policies import own
@@ -86,15 +86,6 @@ def parse_one(text: str) -> Policy:
 def central(policy: Policy) -> CentralPolicy:
     if not isinstance(policy, CentralPolicy):
         raise ConfigError(f"{policy} cannot be one of several policies: it has no parameter servers")
-    return policy
-
-
-def check_live(policy: Policy) -> Policy:
-    """Refuse what has no live runtime yet."""
-    if isinstance(policy, PeerPolicy):
-        raise ConfigError(
-            f"{policy} has no servers and runs in virtual time only so far: paceline simulate --policy ..."
-        )
     return policy
 
 

@@ -11,9 +11,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
-from paceline.core.events import Event
+from paceline.core.events import (
+    AckArrived,
+    Event,
+    HelloArrived,
+    OfferArrived,
+    ReplyArrived,
+    TokenArrived,
+    UpdateArrived,
+)
 from paceline.core.machine import Machine
-from paceline.core.messages import Node, View
+from paceline.core.messages import Ack, Handle, Hello, Message, Node, Offer, Reply, Token, Update, View
 from paceline.core.trace import Record
 
 Recorder = Callable[[Record], None]
@@ -184,3 +192,26 @@ class Authority:
     def _next_view(self) -> View:
         self.number += 1
         return self.view()
+
+
+def handle_of(message: Message) -> Handle | None:
+    """The parameters that travel with a message, if any do."""
+    return message.handle if isinstance(message, Update | Offer | Reply) else None
+
+
+def event_of(message: Message, at: float) -> Event:
+    match message:
+        case Update():
+            return UpdateArrived(at, message)
+        case Token():
+            return TokenArrived(at, message)
+        case Ack():
+            return AckArrived(at, message)
+        case Hello():
+            return HelloArrived(at, message)
+        case Offer():
+            return OfferArrived(at, message)
+        case Reply():
+            return ReplyArrived(at, message)
+        case _:
+            raise NoSuchAction(f"nobody sends a peer {message}")

@@ -58,6 +58,7 @@ class Admission:
         if driver.lead is None:
             self._configure()
         elif driver.servers.all_configured:
+            workers = [child for child in workers if self._fits(self.described[child.rank, child.incarnation])]
             driver.begun = True
             (driver.folder.path / BEGUN).touch()
             if driver.keeper is not None and driver.keeper.keeping.resume and driver.keeper.last is not None:
@@ -76,8 +77,11 @@ class Admission:
             driver.keeper.check_layout(lead.layout)
         if driver.policy is None:
             driver.policy = policies.parse(lead.policy or DEFAULT_POLICY)
-        policies.check_live(driver.policy).validate(driver.members)
+        driver.policy.validate(driver.members)
         driver.epoch_s = time.monotonic()
+        if driver.peers.active:
+            driver.peers.prepare()
+            return
         if driver.policy.has_scheduler:
             driver.scheduling = Scheduling(driver, driver.policy, driver.folder.path / "trace")
         driver.servers.configure(lead.layout)
@@ -96,6 +100,7 @@ class Admission:
             begin = wire.Begin(
                 driver.authority.view(), str(driver.policy), driver.epoch_s, driver.watchman.hyper,
                 driver.servers.assignment, driver.servers.lives_now, driver.reslicing.last, resumed,
+                driver.peers.before,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)
 

@@ -54,6 +54,7 @@ from paceline.errors import PacelineError
 from paceline.runtime.live import wire
 
 if TYPE_CHECKING:
+    from paceline.runtime.live.peer import LivePeer
     from paceline.runtime.live.worker import LiveWorker
 
 CURRENT = -1
@@ -82,7 +83,7 @@ class Hand:
 class Holder:
     """The hands of one sampler."""
 
-    def __init__(self, worker: LiveWorker, sampler: int, size: int, seed: int, per_step: int | None) -> None:
+    def __init__(self, worker: LiveWorker | LivePeer, sampler: int, size: int, seed: int, per_step: int | None) -> None:
         self.worker = worker
         self.sampler = sampler
         self.size = size
@@ -243,7 +244,7 @@ class Holder:
 class Hands:
     """The hands of all samplers of this worker."""
 
-    def __init__(self, worker: LiveWorker) -> None:
+    def __init__(self, worker: LiveWorker | LivePeer) -> None:
         self.worker = worker
         self.holders: dict[int, Holder] = {}
         self.caller: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""What is left when a live run has ended: parameters from the servers, buffers from the workers, traces from all."""
+"""What is left when a live run has ended: parameters from servers or peers, buffers from workers, traces from all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.trace import Header
-from paceline.run import Run
+from paceline.run import ON_SERVERS, Run
 from paceline.runtime.live import memory
 from paceline.runtime.live.recording import gather
 
@@ -23,9 +23,16 @@ def harvest(driver: Driver, output: Path) -> Run:
     assert lead is not None
     assert lead.layout is not None
     members, folder = driver.members, driver.folder.path
-    parameters = lead.layout.named(memory.attach(folder / memory.WHOLE, lead.layout).clone())
+    evaluated = ON_SERVERS
+    if driver.peers.active:
+        final = driver.peers.final()
+        values = final.values
+        evaluated = f"the peers that logged them; the model is the average of {final.count} peers"
+    else:
+        values = memory.attach(folder / memory.WHOLE, lead.layout).clone()
+    parameters = lead.layout.named(values)
     average = folder / memory.AVERAGE
-    slice_bytes = lead.layout.slice_bytes(members.servers)
+    slice_bytes = lead.layout.slice_bytes(max(1, members.servers))
     trace = gather(output, Header("live", str(driver.policy), members, driver.plan.seed, slice_bytes))
     return Run(
         policy=str(driver.policy),
@@ -38,6 +45,7 @@ def harvest(driver: Driver, output: Path) -> Run:
         time_to_target_s=driver.reached_s,
         others=others(folder, parameters, lead.aliases),
         average=lead.layout.named(memory.attach(average, lead.layout).clone()) if average.exists() else {},
+        evaluated=evaluated,
         failures=driver.failures,
         server_changes=driver.changes,
     )

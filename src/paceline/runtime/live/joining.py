@@ -32,6 +32,7 @@ from paceline.tensors.layout import flatten
 from paceline.tensors.optimizers import THERE, Hyper
 
 if TYPE_CHECKING:
+    from paceline.runtime.live.peer import LivePeer
     from paceline.runtime.live.worker import LiveWorker
 
 IDLE_S = 0.2
@@ -45,24 +46,8 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     worker.layout = layout = model.layout
     worker.segments = Segments(worker.folder, worker.rank, worker.incarnation, layout, model.tensors, overlap)
     worker.transfer = worker.segments.transfer
-    lead = worker.rank == 0 and not (worker.folder / BEGUN).exists()
-    if lead:
-        leave_model(worker.folder, model)
     worker.sent_hyper = model.optimizer.groups
-    described = wire.Describe(
-        worker.rank,
-        worker.incarnation,
-        model.digest(policy),
-        layout if lead else None,
-        model.optimizer if lead else None,
-        str(policy) if policy is not None else None,
-        model.aliases,
-    )
-    worker.driver.send(wire.encode(described))
-    begin = await_begin(worker)
-    worker.hands.open()
-    if not lead or begin.resumed:
-        take_others(worker.folder, model)
+    begin = introduce(worker, model, policy)
     start(worker, begin)
     worker.segments.adopt()
     worker.changes = [tensor._version for tensor in model.tensors]
@@ -76,6 +61,28 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     if begin.hyper is not None:
         worker.sent_hyper = begin.hyper
     return begin.hyper
+
+
+def introduce(worker: LiveWorker | LivePeer, model: Described, policy: Policy | None) -> wire.Begin:
+    """Describe the model; return when the run begins, or goes on, with this worker."""
+    lead = worker.rank == 0 and not (worker.folder / BEGUN).exists()
+    if lead:
+        leave_model(worker.folder, model)
+    described = wire.Describe(
+        worker.rank,
+        worker.incarnation,
+        model.digest(policy),
+        model.layout if lead else None,
+        model.optimizer if lead else None,
+        str(policy) if policy is not None else None,
+        model.aliases,
+    )
+    worker.driver.send(wire.encode(described))
+    begin = await_begin(worker)
+    worker.hands.open()
+    if not lead or begin.resumed:
+        take_others(worker.folder, model)
+    return begin
 
 
 def start(worker: LiveWorker, begin: wire.Begin) -> None:
@@ -121,7 +128,7 @@ def take_others(folder: Path, model: Described) -> None:
             tensor.copy_(theirs[name])
 
 
-def await_begin(worker: LiveWorker) -> wire.Begin:
+def await_begin(worker: LiveWorker | LivePeer) -> wire.Begin:
     while True:
         worker.waiter.wait(IDLE_S)
         while (message := worker.driver.receive()) is not None:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import RunFailed
+from paceline.core.policy import PeerPolicy, Policy
+from paceline.errors import ConfigError, RunFailed
 from paceline.runtime.live import checkpoint, wire
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
@@ -26,6 +27,14 @@ class Keeping:
     every_updates: int | None = None
     every_s: float | None = None
     resume: bool = False
+
+    def check(self, policy: Policy) -> None:
+        """Refuse what this policy cannot do."""
+        if isinstance(policy, PeerPolicy) and (self.every_updates is not None or self.every_s is not None):
+            raise ConfigError(
+                f"{policy} has no servers that could write checkpoints on the way, only one at the end: "
+                "leave out --checkpoint-updates and --checkpoint-s"
+            )
 
     @property
     def checkpoints(self) -> Path:

@@ -23,13 +23,14 @@ from paceline.core.policy import Policy
 from paceline.errors import RunFailed
 from paceline.run import Point, Run, ServerChange
 from paceline.runtime.driver import Authority
-from paceline.runtime.live import memory, wire
+from paceline.runtime.live import memory, slots, wire
 from paceline.runtime.live.admission import Admission
 from paceline.runtime.live.children import Child, how
 from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.harvest import harvest, keep_buffers
 from paceline.runtime.live.keeping import Keeper
+from paceline.runtime.live.peers import Peers
 from paceline.runtime.live.plan import LivePlan
 from paceline.runtime.live.reslicing import Reslicing
 from paceline.runtime.live.scheduling import Scheduling
@@ -61,6 +62,7 @@ class Driver:
         self.servers = Servers(self, plan.members.servers)
         self.reslicing = Reslicing(self)
         self.changes: list[ServerChange] = []
+        self.peers = Peers(self)
         self.begun = False
         self.asked_to_finish = False
         self.lead: wire.Describe | None = None
@@ -116,6 +118,8 @@ class Driver:
             to_table(plan.cluster) if plan.cluster is not None else None,
             str(output),
             plan.slicing,
+            str(plan.policy) if plan.policy is not None else None,
+            self.keeper is not None,
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
         self.listener = Listener(self.folder.path / "driver")
@@ -160,6 +164,7 @@ class Driver:
         self.reslicing.tick()
         self._start_due()
         self.watchman.tick()
+        self.peers.tick()
         if (keeper := self._ready_keeper()) is not None:
             keeper.tick()
         if self.interrupts and not self.begun:
@@ -215,6 +220,8 @@ class Driver:
                 )
             case wire.Status():
                 self.watchman.take_status(message)
+            case wire.PeerStatus():
+                self.peers.hear(message)
             case wire.Due():
                 if (keeper := self._ready_keeper()) is not None:
                     keeper.begin()
@@ -251,7 +258,8 @@ class Driver:
         memory.remove(self.folder.path, child.rank, child.incarnation)
         if code == 0:
             self.ended_well += 1
-            return
+            return  # of a peer, neighbours may not have read the last parameters: its slots stay
+        slots.remove(self.folder.path, child.rank, child.incarnation)
         if (pause := self.striker.restart_pause(child, code)) is not None and not self.stopping:
             self.say(f"{child} {how(code)}, as the scenario says; starting it again in {pause:g} s")
             self.to_start.append((time.monotonic() + pause, child.rank))
@@ -303,6 +311,8 @@ class Driver:
         self.decks.announce(view)
         if self.scheduling is not None:
             self.scheduling.announce(view)
+        if self.peers.active:
+            self.peers.announce(view)
         for shard in self.servers.configured:  # the others are told when they are
             self.servers.tell(shard, wire.NewView(view))
 
@@ -329,6 +339,8 @@ class Driver:
         if self.keeper is not None:
             keep_buffers(self.folder.path)
             self.keeper.begin()
+            if self.peers.active:
+                self.peers.keep()
         self.servers.tell_all(wire.Finish())
 
     def _catch_signals(self) -> dict[int, Any]:

@@ -104,11 +104,17 @@ def staging_path(folder: Path, worker: int, incarnation: int) -> Path:
 
 def create(path: Path, layout: Layout) -> Tensor:
     """A new segment that holds one flat vector."""
-    nbytes = max(layout.numel * layout.itemsize, 1)
+    buffer = reserve(path, max(layout.numel * layout.itemsize, 1))
+    # The map lives as long as the tensor: torch keeps a reference to the buffer.
+    return torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)
+
+
+def reserve(path: Path, nbytes: int) -> mmap.mmap:
+    """A new file in shared memory, mapped."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        return _map(descriptor, layout)
+        return mmap.mmap(descriptor, nbytes)
     except OSError as error:
         path.unlink(missing_ok=True)
         if error.errno != errno.ENOSPC:

@@ -67,6 +67,8 @@ class Reslicing:
         """Why there cannot be so many servers in this run; "" if there can."""
         policy = self.driver.policy
         assert policy is not None
+        if not self.driver.servers.count:
+            return f"{policy.name} has no servers"
         if not policy.servers_may_change:
             return f"under {policy.name} one plan is made for all servers of a run, so their number is fixed"
         try:

@@ -70,6 +70,13 @@ class Watchman:
         if status.hyper is not None:
             self.hyper = status.hyper
 
+    def take_peer(self, said: wire.PeerStatus) -> None:
+        """A peer speaks for itself; who is stuck says nothing."""
+        self.status[said.rank] = said.status
+        self.moved_s[said.rank] = time.monotonic()
+        if said.hyper is not None:
+            self.hyper = said.hyper
+
     def forget(self, rank: int) -> None:
         """Its process has ended; another may come."""
         self.status.pop(rank, None)

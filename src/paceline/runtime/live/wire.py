@@ -7,6 +7,8 @@ server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, f
 `paceline servers` -> driver     Want; and back: Outcome
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
+
+Without servers: PeerStatus to the driver, NewView from it, and from peer to peer a Parcel of the core's messages.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from msgspec import Struct
 
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
 from paceline.core.events import ServersChanged
-from paceline.core.messages import Members, Parameters, Plan, Pull, Push, Release, ToScheduler, View
+from paceline.core.messages import Members, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
@@ -36,6 +38,10 @@ class LiveConfig(Struct, frozen=True):
     """Where traces go."""
     slicing: str
     """How the parameters are cut over the servers (`Layout.slicing`)."""
+    policy: str | None = None
+    """What beats the script's policy, if anything does."""
+    keeps_state: bool = False
+    """Peers leave their optimizer's state at the end: there will be a checkpoint."""
 
 
 class Describe(Struct, frozen=True, tag=True):
@@ -102,6 +108,8 @@ class Begin(Struct, frozen=True, tag=True):
     """How the number of servers has changed, if it has: this worker's machine starts with that it began with."""
     resumed: bool
     """What is not trained comes from the checkpoint, for worker 0 too."""
+    iteration: int = 0
+    """Without servers: the iterations before this run, of the checkpoint it goes on from."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -253,6 +261,15 @@ class Status(Struct, frozen=True, tag=True):
     """What schedulers have changed the hyper-parameters to."""
 
 
+class PeerStatus(Struct, frozen=True, tag=True):
+    """How a peer is. The first says that it has parameters."""
+
+    rank: int
+    incarnation: int
+    status: WorkerStatus
+    hyper: tuple[Hyper, ...] | None
+
+
 class NewView(Struct, frozen=True, tag=True):
     view: View
 
@@ -321,11 +338,24 @@ class Fetched(Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
+class Letter(Struct, frozen=True, array_like=True):
+    """A peer's message to another, and the slot of the sender that its parameters are in (`slots.py`)."""
+
+    message: PeerMessage
+    slot: int | None
+
+
+class Parcel(Struct, frozen=True, array_like=True):
+    """What one step of a peer's machine says to one neighbour."""
+
+    letters: tuple[Letter, ...]
+
+
 ToDriver = (
-    Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | Ask | Held
+    Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask | Held
     | Standing | Gave | Want
 )  # fmt: skip
-ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced
+ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced | NewView
 ToServer = Configure | NewView | Checkpoint | Finish | Planned | Survey | Give | Reslice | Retire
 
 encode = msgspec.msgpack.Encoder().encode
@@ -334,6 +364,7 @@ decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 decode_to_shard = msgspec.msgpack.Decoder(Exchange | Fetch).decode
+decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 
 BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

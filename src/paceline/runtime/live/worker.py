@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -57,6 +58,8 @@ HEAR_S = 0.05
 
 class LiveWorker(WorkerCarrier):
     """Carries out the actions of one worker's machine."""
+
+    has_servers: Literal[True] = True
 
     def __init__(self, folder: Path, rank: int, incarnation: int) -> None:
         self.folder = folder
@@ -119,6 +122,15 @@ class LiveWorker(WorkerCarrier):
 
     def now(self) -> float:
         return time.monotonic() - self.epoch_s
+
+    @property
+    def iteration(self) -> int:
+        return self.machine.iteration
+
+    @property
+    def dropped(self) -> Sequence[bool]:
+        """Of each shard: whether the last gradient did not count there."""
+        return self.machine.dropped
 
     def begin(self, model: Described, policy: Policy | None, overlap: bool = False) -> tuple[Hyper, ...] | None:
         """Describe the model, wait for the servers, and have its tensors hold the first parameters.

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
-from paceline.core.events import (
-    AckArrived,
-    Event,
-    HelloArrived,
-    OfferArrived,
-    ReplyArrived,
-    TokenArrived,
-    UpdateArrived,
-    ViewChanged,
-)
-from paceline.core.messages import Ack, Handle, Hello, Message, Node, Offer, Reply, Token, Update, View
-from paceline.runtime.driver import NoSuchAction, Seat
+from paceline.core.events import ViewChanged
+from paceline.core.messages import Handle, Message, Node, View
+from paceline.runtime.driver import Seat, event_of, handle_of
 from paceline.runtime.virtual.engine import MESSAGE
 from paceline.runtime.virtual.network import Network
 from paceline.runtime.virtual.nodes import VirtualWorker
@@ -158,26 +149,3 @@ class PeerSimulation(Simulation):
         """The mean of the peers' moving averages, if they keep any."""
         kept = [peer.optimizer.average for peer in self.workers.values() if peer.optimizer.average is not None]
         return self.layout.named(torch.stack(kept).mean(0)) if kept else {}
-
-
-def handle_of(message: Message) -> Handle | None:
-    """The parameters that travel with a message, if any do."""
-    return message.handle if isinstance(message, Update | Offer | Reply) else None
-
-
-def event_of(message: Message, at: float) -> Event:
-    match message:
-        case Update():
-            return UpdateArrived(at, message)
-        case Token():
-            return TokenArrived(at, message)
-        case Ack():
-            return AckArrived(at, message)
-        case Hello():
-            return HelloArrived(at, message)
-        case Offer():
-            return OfferArrived(at, message)
-        case Reply():
-            return ReplyArrived(at, message)
-        case _:
-            raise NoSuchAction(f"nobody sends a peer {message}")

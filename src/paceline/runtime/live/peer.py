@@ -1,0 +1,340 @@
+"""A peer of a live run, inside the user's process: its machine, its parameters, its neighbours.
+
+There are no servers: the user's own optimizer steps here. `exchange` hands a gradient in and returns when the machine
+orders the next computation; what the machine orders in between (average, step, send) is done here, in the thread that
+calls `step`. While the script computes nobody is heard, and nobody needs to be: what neighbours send waits in their
+slots (`slots.py`) and in the socket. Only who joins, and AD-PSGD's partner, waits for this peer's next step.
+
+A view is told to the machine after everything that neighbours have said before it: a peer that ends has sent its last
+update by then, and it is averaged in.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline import policies
+from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
+from paceline.core.events import Event, GradientReady, ViewChanged
+from paceline.core.gossip import Gossip
+from paceline.core.messages import Ack, Hello, Node, Offer, Reply, Token, Update, View
+from paceline.core.peer import Peer
+from paceline.core.policy import PeerPolicy, Policy
+from paceline.errors import ConfigError, PacelineError
+from paceline.runtime.driver import NoSuchAction, Seat, event_of
+from paceline.runtime.live import joining, memory, wire
+from paceline.runtime.live.aborting import Aborting
+from paceline.runtime.live.description import Described, contiguous
+from paceline.runtime.live.hands import Hands
+from paceline.runtime.live.neighbours import Neighbours
+from paceline.runtime.live.peers import final_path, leave_final
+from paceline.runtime.live.process import Stopped
+from paceline.runtime.live.recording import TraceFile
+from paceline.runtime.live.slots import Values
+from paceline.runtime.live.staging import is_finite
+from paceline.runtime.live.worker import IDLE_S, PATIENCE_S, LiveWorker
+from paceline.tensors import state
+from paceline.tensors.layout import Layout
+from paceline.tensors.optimizers import Hyper
+
+STATUS_S = 0.5
+
+
+def is_for_peers(config: wire.LiveConfig, policy: Policy | None) -> bool:
+    """Whether the policy in force, the run's or else the script's, has no servers."""
+    return isinstance(policies.parse(config.policy) if config.policy is not None else policy, PeerPolicy)
+
+
+class LivePeer:
+    """Carries out the actions of one peer's machine."""
+
+    has_servers: Literal[False] = False
+
+    def __init__(self, worker: LiveWorker, inner: torch.optim.Optimizer, step: Callable[[], None]) -> None:
+        """A process of the run that turns out to be a peer. `step` steps `inner`, on the gradients that are there."""
+        self.folder = worker.folder
+        self.rank = worker.rank
+        self.incarnation = worker.incarnation
+        self.config = worker.config
+        self.driver = worker.driver
+        self.waiter = worker.waiter
+        self.hindrance = worker.hindrance
+        self.pid = worker.pid
+        self.epoch_s = worker.epoch_s
+        self.inner = inner
+        self.step = step
+        self.hands = Hands(self)
+        self.view = View(0, ())
+        self.ordered: Compute | None = None
+        self.holds_parameters = False
+        self.refused = False
+        """There is no gradient, or none that can be used: its step is left out, and all else is done."""
+        self.dropped = [False]
+        """Whether the last gradient was not used, as a worker with one shard has it."""
+        self.aborting: Aborting | None = None
+        """No policy of peers gives computations up."""
+        self.stopping = False
+        self.told_to_stop_s = 0.0
+        self.waits = ""
+        self.staleness = 0
+        self.hyper: tuple[Hyper, ...] = ()
+        self.told_status_s = 0.0
+        self.before = 0
+        """Iterations of the run that this one goes on from."""
+        # What `begin` adds.
+        self.model: Described
+        self.layout: Layout
+        self.values: Values
+        self.changes: list[int]
+        """How often each tensor had been written to when the last step was done."""
+        self.neighbours: Neighbours
+        self.machine: Peer | Gossip
+        self.seat: Seat
+        self.trace: TraceFile
+
+    def now(self) -> float:
+        return time.monotonic() - self.epoch_s
+
+    @property
+    def iteration(self) -> int:
+        return self.before + self.machine.iteration
+
+    # Coming and going.
+
+    def begin(self, model: Described, policy: Policy | None, overlap: bool) -> tuple[Hyper, ...] | None:
+        """Describe the model, wait for the others, and have it hold the first parameters.
+
+        Returns the hyper-parameters the run has by now, if this peer joins late.
+        """
+        refuse(model, overlap)
+        self.model = model
+        self.layout = model.layout
+        me = (self.rank, self.incarnation)
+        self.neighbours = Neighbours(self.folder, me, model.layout, self.config.members.workers, self.waiter)
+        self.values = Values(model.tensors, self.neighbours.shelf)
+        begin = joining.introduce(self, model, policy)
+        self.epoch_s, self.before = begin.epoch_s, begin.iteration
+        if begin.view.number == 1:
+            self._take_first_parameters()
+        self.values.load()
+        machine = policies.parse(begin.policy).machine("peer", self.rank, self.config.members, self.config.seed)
+        assert isinstance(machine, Peer | Gossip)
+        self.machine = machine
+        node = Node("peer", self.rank)
+        self.trace = TraceFile(Path(self.config.output), node, self.incarnation)
+        self.seat = Seat(node, self.incarnation, machine, self, self.trace.write)
+        self.hyper = begin.hyper if begin.hyper is not None else model.optimizer.groups
+        self.see(begin.view)
+        self.await_order()
+        self.changes = [tensor._version for tensor in model.tensors]
+        self.tell_status()
+        return begin.hyper
+
+    def _take_first_parameters(self) -> None:
+        """All start with worker 0's values and what its optimizer had learned, or with a checkpoint's."""
+        self.values.slot.values.copy_(memory.attach(self.folder / memory.WHOLE, self.layout))
+        learned = self.folder / memory.INITIAL_STATE
+        if learned.exists():
+            states = state.to_torch(load_file(learned), self.layout)
+            for tensor, each in zip(self.model.tensors, states, strict=True):
+                if each:
+                    self.inner.state[tensor] = each
+
+    def leave(self, well: bool) -> None:
+        """This peer ends. If all is well it leaves its parameters and buffers for the average, and says goodbye."""
+        if well and self.holds_parameters:
+            keeps = self.config.keeps_state
+            learned = state.from_torch(self.inner, self.model.tensors, self.layout) if keeps else {}
+            path = final_path(self.folder, self.rank, self.incarnation)
+            leave_final(path, self.values.fetch(), learned, self.iteration)
+            save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
+        self.hands.report()
+        if well:
+            self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
+        if hasattr(self, "trace"):
+            self.trace.close()
+        if hasattr(self, "neighbours"):
+            self.neighbours.close()
+        self.driver.close()
+        self.waiter.close()
+
+    # One step.
+
+    def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
+        """Hand a gradient in; return when the model holds the parameters of the next iteration."""
+        self.check_whole(gradients)
+        finite = all(is_finite(gradient) for gradient in gradients if gradient is not None)
+        if not finite:
+            rejected = wire.Rejected(self.rank, self.iteration, "the gradient is not finite")
+            self.driver.send(wire.encode(rejected))
+        self.hand_in(not finite, hyper)
+
+    def skip(self, hyper: tuple[Hyper, ...]) -> None:
+        """An iteration without a gradient: parameters are exchanged all the same."""
+        self.hand_in(True, hyper)
+
+    def check_whole(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse what would go wrong in silence: this is not the process or not the model that was described."""
+        if os.getpid() != self.pid:
+            raise PacelineError(f"worker {self.rank} called step in a child process: only the process itself may")
+        for index, (entry, gradient) in enumerate(zip(self.layout.entries, gradients, strict=True)):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise PacelineError(f"{entry.name} has a sparse gradient: only dense ones can be used")
+            if self.values.moved(index) or self.model.tensors[index]._version != self.changes[index]:
+                raise PacelineError(
+                    f"{entry.name} was changed by the script: once wrapped, parameters are read by other peers at any "
+                    "time; load or change them before paceline.Optimizer is made"
+                )
+
+    def hand_in(self, refused: bool, hyper: tuple[Hyper, ...]) -> None:
+        ordered = self.ordered
+        assert ordered is not None
+        self.ordered = None
+        self.refused = refused
+        self.dropped[0] = True
+        self.hyper = hyper
+        self.hear(0.0)
+        nbytes = (self.layout.numel * self.layout.itemsize,)
+        self.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, nbytes))
+        self.await_order()
+        self.changes = [tensor._version for tensor in self.model.tensors]
+        # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
+        self.hands.settle(counted=self.refused or not self.dropped[0])
+        if time.monotonic() - self.told_status_s > STATUS_S:
+            self.tell_status()
+        if self.stopping:
+            raise Stopped
+
+    def await_order(self) -> None:
+        """Return when the machine orders the next computation."""
+        while self.ordered is None:
+            self.hear(IDLE_S)
+            if self.ordered is None and time.monotonic() - self.told_status_s > STATUS_S:
+                self.trace.flush()
+                if self.holds_parameters:
+                    self.tell_status()
+            if self.stopping and self.gives_up():
+                raise Stopped
+        self.waits = ""
+
+    def gives_up(self) -> bool:
+        """A run that is to end does not wait long for anybody, and not at all for who has nothing to leave."""
+        return not self.holds_parameters or time.monotonic() - self.told_to_stop_s > PATIENCE_S
+
+    def tell_status(self) -> None:
+        self.told_status_s = time.monotonic()
+        status = wire.WorkerStatus(self.iteration, self.waits, self.staleness)
+        self.driver.send(wire.encode(wire.PeerStatus(self.rank, self.incarnation, status, self.hyper)))
+
+    # Hearing.
+
+    def hear(self, timeout_s: float) -> None:
+        """Take what neighbours and the driver have said, neighbours first."""
+        self.waiter.wait(0.0 if self.neighbours.heard_some else timeout_s)
+        orders = []
+        while (message := self.driver.receive()) is not None:
+            orders.append(wire.decode_to_worker(message))
+        if any(isinstance(order, wire.NewView) for order in orders):
+            self.neighbours.hear_all()
+        for said in self.neighbours.read():
+            self.tell(event_of(said, self.now()))
+        for order in orders:
+            self.obey(order)
+
+    def await_driver(self) -> None:
+        """Hear what is said next, if something is soon: a sampler waits for its hand."""
+        self.hear(IDLE_S)
+
+    def obey(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.NewView(view):
+                self.see(view)
+            case wire.Stop():
+                self.stopping = True
+                self.told_to_stop_s = time.monotonic()
+            case wire.Dealt():
+                self.hands.take(message)
+            case wire.Refuse(reason):
+                raise PacelineError(reason)
+
+    def see(self, view: View) -> None:
+        """Take a newer view."""
+        if view.number <= self.view.number:
+            return
+        self.view = view
+        members = dict(view.members)
+        if members.get(self.rank) != self.incarnation:
+            raise PacelineError(f"peer {self.rank} was given up: it is no member of view {view.number} any more")
+        self.neighbours.change(members)
+        self.tell(ViewChanged(self.now(), view))
+        self.neighbours.mail.keep_only(members)
+
+    def tell(self, event: Event) -> None:
+        self.seat.tell(event)
+        self.neighbours.post()
+
+    # What the machine orders.
+
+    def compute(self, action: Compute) -> None:
+        self.ordered = action
+        self.holds_parameters = True
+
+    def send(self, action: Send) -> None:
+        message = action.message
+        if not isinstance(message, Update | Token | Ack | Hello | Offer | Reply):
+            raise NoSuchAction(f"a peer cannot {action}")
+        self.neighbours.write(action.to.rank, message, self.values.name)
+
+    def reduce(self, action: Reduce) -> None:
+        mail = self.neighbours.mail
+        self.values.average(action.own, [mail.held[handle] for handle in action.handles], action.weights)
+        for handle in action.handles:
+            self.staleness = max(0, action.iteration - handle.iteration)
+            mail.let_go(handle)
+
+    def apply(self, action: Apply) -> None:
+        if not self.refused:
+            self.values.step(self.step)
+            self.dropped[0] = False
+
+    def drop(self, action: Drop) -> None:
+        if action.handle.source != self.rank:
+            self.neighbours.mail.let_go(action.handle)
+
+    def wait(self, action: Wait) -> None:
+        self.waits = action.reason
+
+    # What the optimizer and the session ask of whoever takes part.
+
+    def forget_staged(self) -> None:
+        """Nothing is staged: there is no overlap."""
+
+    def slow_down(self, started: float) -> None:
+        """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
+        self.hindrance.slow_down(started)
+        self.hindrance.strike(self.iteration)
+        self.pass_slow_link()
+
+    def pass_slow_link(self) -> None:
+        """A scenario's slow connection takes its time."""
+        self.hindrance.pass_link(self.layout.numel * self.layout.itemsize)
+
+    def log(self, values: dict[str, float]) -> None:
+        iteration, updates = (self.iteration, self.machine.version) if hasattr(self, "machine") else (0, 0)
+        self.driver.send(wire.encode(wire.Log(self.rank, self.now(), iteration, updates, values)))
+
+
+def refuse(model: Described, overlap: bool) -> None:
+    """Refuse, in one line, what only servers can do."""
+    if overlap:
+        raise ConfigError("overlap=True sends gradients to servers while backward runs: this policy has no servers")
+    if model.optimizer.extras.ema is not None:
+        raise ConfigError("ema is a moving average that servers keep: this policy has no servers")

@@ -1,0 +1,179 @@
+"""The driver's side of a run without servers: views go to the peers, and what they leave is averaged.
+
+A peer that ends well leaves its parameters in the run's folder; the model of the run is the average of those. A
+checkpoint is that average too, and what the optimizers had learned, in the mean: a run that goes on from one starts
+all peers with it.
+
+Whoever joins gets parameters from a neighbour. If all who had some are gone, nobody can begin any more: then the run is
+over, well if some had come to their end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec import Struct
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.messages import Members, View
+from paceline.core.policy import PeerPolicy
+from paceline.errors import RunFailed
+from paceline.runtime.live import checkpoint, memory, wire
+from paceline.runtime.live.servers import Servers
+from paceline.runtime.live.slots import Process
+from paceline.tensors import state
+from paceline.tensors.layout import Layout
+from paceline.tensors.optimizers import SCALARS, THERE, State
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import Driver
+
+BEREFT_S = 2.0
+"""How long a peer that has just got its parameters may take to say so, when all others are gone."""
+ONLY_SHARD = 0
+ITERATION, VALUES, LEARNED = "iteration", "values", "state."
+
+
+class Final(Struct):
+    """The average of what peers have left."""
+
+    values: Tensor
+    learned: State
+    iteration: int
+    count: int
+
+
+class Peers:
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.holding: set[Process] = set()
+        """Members that have parameters."""
+        self.before = 0
+        """Iterations of the run that this one goes on from."""
+        self.bereft_s: float | None = None
+        """Since when no member has any."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the run is one without servers."""
+        return isinstance(self.driver.policy, PeerPolicy)
+
+    def prepare(self) -> None:
+        """The policy is known, and has no servers: what was started for one that has is let go."""
+        driver = self.driver
+        for child in [child for child in driver.children.values() if child.role == "server"]:
+            del driver.children[child.sentinel]
+            driver.waiter.forget(child.sentinel)
+            child.kill()
+            child.reap()
+        driver.members = Members(driver.members.workers, 0)
+        driver.servers = Servers(driver, 0)
+        keeper = driver.keeper
+        if keeper is None or driver.policy is None:
+            return
+        keeper.keeping.check(driver.policy)
+        if keeper.keeping.resume and keeper.last is not None:
+            self._resume(keeper.last)
+
+    def _resume(self, path: Path) -> None:
+        """Have all begin with what is in a checkpoint instead of what worker 0 has left."""
+        manifest, folder = checkpoint.read(path), self.driver.folder.path
+        values, learned = checkpoint.load_part(path, manifest, ((0, manifest.layout.numel),))
+        memory.attach(folder / memory.WHOLE, manifest.layout).copy_(values)
+        save_file(state.join([learned], manifest.layout), folder / memory.INITIAL_STATE)
+        self.before = max(shard.iteration for shard in manifest.shards)
+
+    def announce(self, view: View) -> None:
+        if view.number == 1:
+            self.holding.update(view.members)
+        self.holding.intersection_update(view.members)
+        for rank, incarnation in view.members:
+            self.driver.tell_worker(rank, incarnation, wire.NewView(view))
+
+    def hear(self, said: wire.PeerStatus) -> None:
+        driver = self.driver
+        if driver.authority.members.get(said.rank) == said.incarnation:
+            self.holding.add((said.rank, said.incarnation))
+            driver.watchman.take_peer(said)
+
+    def tick(self) -> None:
+        """See to it that nobody waits for parameters that nobody has."""
+        driver = self.driver
+        if not self.active or not driver.begun or self.holding or not driver.authority.members:
+            self.bereft_s = None
+            return
+        self.bereft_s = self.bereft_s or time.monotonic()
+        if time.monotonic() - self.bereft_s < BEREFT_S:
+            return
+        if not any(driver.folder.path.glob(final_name("*"))):
+            raise RunFailed("every peer that had parameters was killed: those that joined have nobody to begin with")
+        if not driver.stopping:
+            driver.stop_workers("the others are done")
+
+    def final(self) -> Final:
+        """The average of what the peers that ended well have left."""
+        lead = self.driver.lead
+        assert lead is not None
+        assert lead.layout is not None
+        paths = sorted(self.driver.folder.path.glob(final_name("*")))
+        if not paths:
+            raise RunFailed("no peer came to its end: nothing is left of the model")
+        return average([load_file(path) for path in paths], lead.layout)
+
+    def keep(self) -> None:
+        """Write the checkpoint at the end."""
+        driver = self.driver
+        keeper, lead = driver.keeper, driver.lead
+        assert keeper is not None
+        assert lead is not None
+        assert lead.layout is not None
+        part = keeper.under_way
+        if part is None:
+            return
+        final = self.final()
+        whole = slice(0, lead.layout.numel)
+        entry, error = None, ""
+        try:
+            learned = state.cut(final.learned, lead.layout, whole) if final.learned else {}
+            entry = checkpoint.write_shard(part, ONLY_SHARD, final.values, learned, final.iteration, final.iteration)
+        except OSError as problem:
+            error = str(problem)
+        saved = wire.Saved(str(part), ONLY_SHARD, entry, error)
+        everything = (((0, lead.layout.numel),),)  # is in one file: the driver writes it
+        keeper.saved(saved, str(driver.policy), lead.layout, everything, driver.folder.path / "others")
+
+
+def final_name(process: str) -> str:
+    return f"final-{process}"
+
+
+def final_path(folder: Path, rank: int, incarnation: int) -> Path:
+    """Where a peer that ends leaves its parameters."""
+    return folder / final_name(f"{rank}.{incarnation}")
+
+
+def leave_final(path: Path, values: Tensor, learned: State, iteration: int) -> None:
+    """What a peer leaves, whole or not at all."""
+    part = path.with_name(f"part-{path.name}")
+    held = {LEARNED + name: value for name, value in learned.items()}
+    save_file({VALUES: values, ITERATION: torch.tensor([iteration]), **held}, part)
+    part.replace(path)
+
+
+def average(left: list[Mapping[str, Tensor]], layout: Layout) -> Final:
+    """The mean of all; of counts, as steps taken, the largest."""
+    values = torch.zeros(layout.numel, dtype=layout.torch_dtype)
+    for each in left:
+        values.add_(each[VALUES], alpha=1.0 / len(left))
+    learned: State = {}
+    for name in sorted({name for each in left for name in each if name.startswith(LEARNED)}):
+        have = torch.stack([each[name] for each in left if name in each])
+        counts = name.removeprefix(LEARNED) in (*SCALARS, THERE)
+        learned[name.removeprefix(LEARNED)] = have.amax(0) if counts else have.mean(0)
+    iteration = max(int(each[ITERATION].item()) for each in left)
+    return Final(values, learned, iteration, len(left))

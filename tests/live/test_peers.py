@@ -1,0 +1,352 @@
+"""Live runs without servers: peers average through shared memory, die, come back, and leave their average."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import policies, workloads
+from paceline.api import Job, train_job_live
+from paceline.cluster import Fault, load
+from paceline.core.actions import Apply
+from paceline.core.events import ViewChanged
+from paceline.core.messages import Members
+from paceline.core.topology import neighbours
+from paceline.errors import ConfigError, RunFailed
+from paceline.report.peers import apartness
+from paceline.run import Run
+from paceline.runtime.live import checkpoint
+from paceline.runtime.live.children import function_starter
+from paceline.runtime.live.keeping import Keeping
+from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.watching import Care
+from paceline.session import world
+from paceline.tensors import optimizers
+from paceline.training import train
+from tests.reference import largest_difference, train_alone
+
+BACKUP = "hop:graph=ring-based,backup=1,max_gap=4"
+
+
+def job(policy: str, peers: int = 4, cluster="steady:compute_s=0.005", iterations=15, workload="digits-mlp") -> Job:
+    return Job(workload, policy, peers, 1, cluster, iterations, None, None, None, 0)
+
+
+def driver_of(work: Callable[[], None], policy: str, peers: int, **more) -> tuple[Driver, list[str]]:
+    said: list[str] = []
+    given = {"cluster": load("steady:compute_s=0.005"), "care": Care(timeout_s=60), **more}
+    plan = LivePlan(Members(peers, 0), function_starter(work), policies.parse(policy), **given)
+    return Driver(plan, say=said.append), said
+
+
+def digits(iterations: int) -> Callable[[], None]:
+    return partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, iterations, 0)
+
+
+def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
+    thread = threading.Thread(target=deed)
+    thread.start()
+    try:
+        return driver.run()
+    finally:
+        thread.join()
+
+
+def step(opt: paceline.Optimizer, model: nn.Module, x: torch.Tensor) -> None:
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    opt.step()
+
+
+def test_complete_standard_serial_is_single_process_training() -> None:
+    run = train_job_live(job("hop:graph=complete,order=serial", 3, "steady:compute_s=0", 50))
+    alone = train_alone("digits-mlp", 3, 50, "sgd:lr=0.1", torch.float32)
+    assert largest_difference(run.parameters, alone) < 1e-5
+    assert run.evaluated == "peer 0, and in the end the average of 3 peers"
+    assert run.trace.header.members == Members(3, 0)
+    assert run.metrics.iterations == 50
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "hop:graph=ring",
+        f"{BACKUP},skip=3",
+        "hop:graph=ring-based,staleness=2,max_gap=4,backup=1,order=serial",
+        "hop:graph=ring,notify_ack=true",
+        "adpsgd:graph=ring",
+        "adpsgd:graph=complete",
+    ],
+)
+def test_every_mode_runs_with_a_death_and_a_return_and_can_be_played_again(policy: str) -> None:
+    restart = Fault("restart", 2, at_iteration=5, for_s=0.05)
+    cluster = replace(load("random-slowdown:factor=6,compute_s=0.01"), faults=(restart,))
+    run = train_job_live(job(policy, cluster=cluster, iterations=40))
+    assert run.replay() == []
+    assert run.failures == []
+    stepped = [
+        record
+        for record in run.trace
+        if record.node == ("peer", 2) and record.incarnation == 1 and any(isinstance(a, Apply) for a in record.actions)
+    ]
+    assert stepped, "it came back, and trained on with its neighbours' parameters"
+    assert all(torch.isfinite(value).all() for value in run.parameters.values())
+
+
+def test_with_the_same_sleeps_backup_is_faster_than_standard_as_in_virtual_time() -> None:
+    cluster = "random-slowdown:factor=6,compute_s=0.03"
+    means = {}
+    for policy in ("hop:graph=ring-based", "hop:graph=ring-based,backup=1,max_gap=8"):
+        run = train_job_live(job(policy, 8, cluster, 25, workload="quadratic"))
+        each = apartness(run.trace).iteration_s
+        means[policy] = sum(each.values()) / len(each)
+    standard, backup = means.values()
+    assert backup < 0.95 * standard, means
+
+
+def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:
+    """In slots, parameters among them, and a gradient."""
+    policy = "hop:graph=ring-based,backup=1,max_gap=2"
+
+    def work() -> None:
+        model = nn.Linear(50, 20)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        while opt.global_step < 40:
+            step(opt, model, torch.ones(4, 50))
+        live = world().live
+        assert live is not None
+        paceline.log(loss=len(list(live.folder.glob(f"slot-{live.rank}.*"))), accuracy=live.rank)
+
+    run = paceline.launch(work, workers=6, policy=policy, cluster="one-slow:factor=8,compute_s=0.005")
+    parsed = policies.parse(policy)
+    assert isinstance(parsed, policies.CATALOGUE["hop"])
+    ins = neighbours(parsed.topology(6), frozenset(range(6))).ins
+    assert len(run.history) == 6
+    for point in run.history:
+        assert point.loss is not None
+        assert 2 <= point.loss + 1 <= len(ins[int(point.accuracy or 0)]) * (1 + 2) + 3
+    assert max(point.loss or 0 for point in run.history) > 2, "somebody was ahead: the bound was worth a test"
+
+
+def test_kill_9_again_and_again_stops_nobody() -> None:
+    """Peers, peer 0 too, are killed at random moments and started again; the last with parameters is spared."""
+    kills = 6
+    driver, _ = driver_of(digits(10_000), BACKUP, 5, care=Care(restarts=kills, timeout_s=60))
+    chance = random.Random(3)
+
+    def kill() -> None:
+        for _ in range(kills):
+            time.sleep(chance.uniform(0.02, 0.25))
+            while not driver.begun or len(driver.peers.holding) < 3:
+                time.sleep(0.005)
+            chance.choice(driver.live_workers()).kill()
+        while driver.to_start or len(driver.peers.holding) < 5:
+            time.sleep(0.005)
+        driver.interrupts = 1
+
+    run = meanwhile(driver, kill)
+    assert run.failures == []
+    assert run.replay() == []
+    assert run.evaluated.endswith("the average of 5 peers")
+
+
+def test_neighbours_know_of_a_death_at_once_and_go_on() -> None:
+    driver, said = driver_of(digits(60), "hop:graph=ring", 4)
+    killed: list[float] = []
+
+    def kill() -> None:
+        while len(driver.history) < 10:
+            time.sleep(0.001)
+        (victim,) = [child for child in driver.live_workers() if child.rank == 2]
+        killed.append(time.monotonic() - driver.epoch_s)
+        victim.kill()
+
+    run = meanwhile(driver, kill)
+    seen = [r.event.at for r in run.trace if isinstance(r.event, ViewChanged) and len(r.event.view.members) == 3]
+    assert len(seen) >= 3
+    assert max(seen[:3]) - killed[0] < 0.5, "they hear it at their next step"
+    assert any("worker 2 was killed" in line for line in said)
+    assert run.evaluated.endswith("the average of 3 peers")
+
+
+def test_if_all_who_had_parameters_are_killed_the_run_says_so() -> None:
+    driver, _ = driver_of(digits(10_000), "hop:graph=ring", 2, care=Care(restarts=2, timeout_s=60))
+
+    def kill() -> None:
+        while len(driver.history) < 5:
+            time.sleep(0.001)
+        for child in driver.live_workers():
+            child.kill()
+
+    with pytest.raises(RunFailed, match="every peer that had parameters was killed"):
+        meanwhile(driver, kill)
+
+
+def test_the_model_is_the_average_and_buffers_too() -> None:
+    """Peers that never step differ by what they are set to: nothing but the last average mixes them."""
+
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, affine=False))
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        model[1].running_mean.fill_(float(rank))
+        model[0].weight.grad = torch.full((2, 2), -float(rank))
+        opt.step()
+
+    def initial() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(2, 2, bias=False)
+
+    start = initial().weight.detach().clone()
+
+    def seeded() -> None:
+        torch.manual_seed(0)
+        work()
+
+    run = paceline.launch(seeded, workers=3, policy="hop:graph=complete")
+    assert torch.allclose(run.parameters["0.weight"], start + 1.0), "the mean of 0, 1 and 2"
+    assert run.others["1.running_mean"].tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_parameters_are_exchanged() -> None:
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        model.weight.grad = torch.full((1, 2), float("nan") if rank == 0 else -2.0)
+        opt.step()
+        assert opt.step_was_dropped == (rank == 0)
+        opt.skip_step()
+
+    run = paceline.launch(work, workers=2, policy="hop:graph=complete,order=serial")
+    assert run.parameters["weight"].tolist() == [[1.0, 1.0]]
+    assert run.metrics.iterations == 2
+
+
+def test_a_script_that_raises_ends_alone() -> None:
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Linear(4, 1)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy=BACKUP, model=model)
+        for number in range(20):
+            if rank == 1 and number == 5:
+                raise ValueError("on purpose")
+            step(opt, model, torch.ones(2, 4))
+        assert opt.global_step >= 20
+        assert opt.state_dict()["param_groups"][0]["lr"] == 0.01
+
+    run = paceline.launch(work, workers=4)
+    assert run.failures == ["worker 1 failed with exit code 1"], "and its policy, the script's, has no servers"
+    assert run.policy == BACKUP
+    assert run.evaluated.endswith("the average of 3 peers")
+
+
+def test_schedulers_change_the_rate_and_who_joins_takes_it_over() -> None:
+    def work() -> None:
+        live = paceline.init().live
+        model = nn.Linear(4, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        opt = paceline.Optimizer(inner, model=model)
+        joined = live is not None and live.incarnation > 0
+        if joined:
+            paceline.log(loss=opt.param_groups[0]["lr"])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda number: 0.5 if not joined else 1.0)
+        while opt.global_step < 150:
+            step(opt, model, torch.zeros(2, 4))
+            if not joined:
+                scheduler.step()
+
+    restart = Fault("restart", 1, at_iteration=60, for_s=0.05)
+    cluster = replace(load("steady:compute_s=0.01"), faults=(restart,))
+    run = paceline.launch(work, workers=3, policy="hop:graph=ring", cluster=cluster)
+    assert [point.loss for point in run.history] == [0.5]
+
+
+def test_a_checkpoint_at_the_end_and_a_run_that_goes_on_from_it(tmp_path: Path) -> None:
+    def work(until: int) -> None:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), model=model)
+        while opt.global_step < until:
+            model.weight.grad = -torch.ones(1, 3)
+            opt.step()
+
+    def run(until: int, resume: bool) -> Run:
+        keeping = Keeping(tmp_path, resume=resume)
+        return driver_of(partial(work, until), "hop:graph=complete", 2, keeping=keeping)[0].run()
+
+    first = run(2, resume=False)
+    assert first.parameters["weight"].tolist() == [[2.5] * 3]  # 1, then 1 + 0.5
+    path, manifest = checkpoint.latest(tmp_path / checkpoint.FOLDER)
+    assert [shard.iteration for shard in manifest.shards] == [2]
+    assert path.name == "000001"
+    again = run(3, resume=True)
+    assert again.parameters["weight"].tolist() == [[4.25] * 3], "momentum went on, and one iteration was left to do"
+
+
+def test_ctrl_c_ends_the_run_with_what_there_is() -> None:
+    driver, said = driver_of(digits(10_000), BACKUP, 4)
+
+    def interrupt() -> None:
+        while len(driver.history) < 10:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    run = meanwhile(driver, interrupt)
+    assert any("stopping after the current iterations" in line for line in said)
+    assert run.evaluated.endswith("the average of 4 peers")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"servers": 2}, "servers=2: hop:graph=ring has no servers"),
+        ({"slicing": "key-range"}, "no servers to cut the parameters for"),
+        ({"policy": "hop:graph=ring,backup=2,max_gap=3"}, "leaves peer 0 nobody to wait for"),
+    ],
+)
+def test_what_needs_servers_is_refused_in_one_line(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        paceline.launch(lambda: None, **{"workers": 3, "policy": "hop:graph=ring", **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"overlap": True}, "overlap=True"), ({"options": "ema=0.9"}, "ema is a moving average")]
+)
+def test_what_only_servers_do_is_refused_by_the_optimizer(
+    options: dict[str, object], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        model = nn.Linear(2, 1)
+        paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError):
+        paceline.launch(work, workers=2, policy="hop:graph=ring")
+    assert words in capfd.readouterr().err
+
+
+def test_a_parameter_changed_by_the_script_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        model = nn.Linear(2, 1)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        step(opt, model, torch.ones(1, 2))
+        with torch.no_grad():
+            model.weight.clamp_(-0.1, 0.1)
+        step(opt, model, torch.ones(1, 2))
+
+    with pytest.raises(RunFailed, match="no peer came to its end"):
+        paceline.launch(work, workers=2, policy="hop:graph=ring")
+    assert "weight was changed by the script" in capfd.readouterr().err
