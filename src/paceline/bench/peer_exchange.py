@@ -1,8 +1,9 @@
 """`paceline bench peers`: parameters exchanged with two neighbours and averaged; paceline beside a ring over Gloo.
 
 Nothing is computed: both sides only send, receive and average. Everybody is warm, rounds are interleaved, medians
-count. Beside them the memory of a peer, as it was found: the slots in /dev/shm, its parameters among them, and room for
-a gradient, over the size of the model; and what is allowed, |in| (1 + max_gap) + 3.
+count; also those of the processor time of one peer, which others on the machine disturb less. Beside them the memory of
+a peer, as it was found: the slots in /dev/shm, its parameters among them, and room for a gradient, over the size of the
+model; and what is allowed, |in| (1 + max_gap) + 3.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class Row:
     paceline_ms: float
     gloo_ms: float
     ratio: float
+    paceline_cpu_ms: float
+    """Processor time of one peer."""
+    gloo_cpu_ms: float
+    cpu_ratio: float
     memory_floats: float
     """Of one peer, over `params`: the most that any peer had."""
     allowed_floats: int
@@ -45,22 +50,24 @@ def run(sizes: list[int], size: int, max_gap: int, rounds: int, say: Callable[[s
 def _row(params: int, size: int, max_gap: int, rounds: int, say: Callable[[str], None]) -> Row:
     policy = f"hop:graph=ring,max_gap={max_gap}"
     options = {"params": params, "warm": WARM, "count": max(20, 300_000_000 // max(params, 100_000))}
-    ours: list[float] = []
-    theirs: list[float] = []
-    held: list[float] = []
+    ours: list[tuple[float, float]] = []
+    theirs: list[tuple[float, float]] = []
+    held = 0.0
     for number in range(rounds):
-        took_ms, floats = measure_paceline(policy, size, options)
-        ours.append(took_ms)
-        held.append(floats)
-        theirs.append(max(peers.measure("ring", size, options)))
-        say(f"{params:.0e} round {number + 1}/{rounds}: paceline {ours[-1]:.3g} ms, Gloo {theirs[-1]:.3g} ms")
-    mine, gloo = statistics.median(ours), statistics.median(theirs)
+        took_ms, worked_ms, floats = measure_paceline(policy, size, options)
+        ours.append((took_ms, worked_ms))
+        held = max(held, floats)
+        measured = peers.measure("ring", size, options)
+        theirs.append((max(took for took, _ in measured), statistics.mean(worked for _, worked in measured)))
+        say(f"{params:.0e} round {number + 1}/{rounds}: paceline {took_ms:.3g} ms, Gloo {theirs[-1][0]:.3g} ms")
+    mine, mine_cpu = (statistics.median(values) for values in zip(*ours, strict=True))
+    gloo, gloo_cpu = (statistics.median(values) for values in zip(*theirs, strict=True))
     allowed = NEIGHBOURS * (1 + max_gap) + 3
-    return Row(params, size, policy, mine, gloo, gloo / mine, max(held), allowed)
+    return Row(params, size, policy, mine, gloo, gloo / mine, mine_cpu, gloo_cpu, gloo_cpu / mine_cpu, held, allowed)
 
 
-def measure_paceline(policy: str, size: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Milliseconds of one iteration of the slowest peer, and the most floats of a peer, over parameters."""
+def measure_paceline(policy: str, size: int, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Milliseconds of one iteration of the slowest peer, processor time of a peer in the mean, most floats of one."""
 
     def work() -> None:
         world = session.init()
@@ -68,10 +75,12 @@ def measure_paceline(policy: str, size: int, options: dict[str, Any]) -> tuple[f
         opt = Optimizer(torch.optim.SGD([parameter], lr=0.1))
         for _ in range(options["warm"]):
             opt.step()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         for _ in range(options["count"]):
             opt.step()
-        took_ms = 1000 * (time.perf_counter() - began) / options["count"]
+        scale = 1000 / options["count"]
+        session.log(loss=scale * (time.process_time() - worked))
+        took_ms = scale * (time.perf_counter() - began)
         assert world.live is not None
         slots = sum(
             entry.stat().st_size for entry in os.scandir(world.live.folder) if is_slot_of(entry.name, world.rank)
@@ -80,9 +89,9 @@ def measure_paceline(policy: str, size: int, options: dict[str, Any]) -> tuple[f
         session.log(loss=took_ms, accuracy=slots / (4 * options["params"]) + gradient)
 
     run = launch(work, workers=size, policy=policy)
-    times_ms = [point.loss for point in run.history if point.loss is not None]
-    floats = [point.accuracy for point in run.history if point.accuracy is not None]
-    return max(times_ms), max(floats)
+    worked_ms = [point.loss for point in run.history if point.loss is not None and point.accuracy is None]
+    whole = [(point.loss, point.accuracy) for point in run.history if point.accuracy is not None]
+    return max(took or 0.0 for took, _ in whole), statistics.mean(worked_ms), max(floats for _, floats in whole)
 
 
 def is_slot_of(name: str, rank: int) -> bool:

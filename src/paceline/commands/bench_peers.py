@@ -46,11 +46,12 @@ class BenchPeers:
         rows = peer_exchange.run(list(self.params), self.peers, self.max_gap, self.rounds, _say)
         title = f"exchange with two neighbours and average, {self.peers} peers in a ring"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-        for heading in ("params", "paceline", "Gloo", "ratio", "memory", "allowed"):
+        for heading in ("params", "paceline", "Gloo", "ratio", "of CPU", "Gloo's", "ratio", "memory", "allowed"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(
                 f"{row.params:.0e}", f"{row.paceline_ms:.3g} ms", f"{row.gloo_ms:.3g} ms", f"{row.ratio:.2f}x",
+                f"{row.paceline_cpu_ms:.3g} ms", f"{row.gloo_cpu_ms:.3g} ms", f"{row.cpu_ratio:.2f}x",
                 f"{row.memory_floats:.1f} P", f"{row.allowed_floats} P",
             )  # fmt: skip
         console.print(table)

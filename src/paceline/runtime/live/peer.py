@@ -145,8 +145,10 @@ class LivePeer:
         if learned.exists():
             states = state.to_torch(load_file(learned), self.layout)
             for tensor, each in zip(self.model.tensors, states, strict=True):
-                if each:
-                    self.inner.state[tensor] = each
+                if each:  # counts of steps stay on the CPU, where torch keeps them
+                    self.inner.state[tensor] = {
+                        name: value.to(tensor.device) if value.dim() else value for name, value in each.items()
+                    }
 
     def leave(self, well: bool) -> None:
         """This peer ends. If all is well it leaves its parameters and buffers for the average, and says goodbye."""
