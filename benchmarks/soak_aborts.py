@@ -32,7 +32,10 @@ from paceline.runtime.live.launch import Driver, LivePlan
 from paceline.runtime.live.watching import Care
 
 WAYS = ("interrupt", "terminate", "kill the driver", "kill a server", "a worker raises", "time limit")
-POLICIES = ("bsp", "ssp:staleness=3", "backup:extra=1", "asp")
+POLICIES = (
+    "bsp", "ssp:staleness=3", "backup:extra=1", "asp", "elastic:lookahead=5",
+    "specsync:abort_time=0.005,abort_rate=0.1",
+)  # fmt: skip
 GONE_S = 10.0
 
 

@@ -36,7 +36,10 @@ from paceline.runtime.live.watching import Care
 from paceline.testing.samples import RecordedSampler, lost
 from paceline.workloads.base import Workload
 
-POLICIES = ("bsp", "ssp:staleness=3", "backup:extra=1", "asp")
+POLICIES = (
+    "bsp", "ssp:staleness=3", "backup:extra=1", "asp", "elastic:lookahead=5",
+    "specsync:abort_time=0.005,abort_rate=0.1",
+)  # fmt: skip
 TARGET = Target("accuracy", 0.85)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,13 +55,15 @@ class Tune(Training):
             raise ConfigError("tune compares times to a target: name one, as --target accuracy=0.9")
         if not self.rates:
             raise ConfigError("--rates needs at least one value")
+
+        def pairs(times: Sequence[float]) -> list[SpecSync]:
+            tried = [(abort_time, abort_rate) for abort_time in times for abort_rate in self.rates]
+            return [SpecSync(base=policy.base, abort_time=time_s, abort_rate=rate) for time_s, rate in tried]
+
+        pairs(self.times or [1.0])  # what cannot be is refused before anything runs
         base = self.run(str(policy.base_policy))
         rows = [row_of(str(policy.base_policy), base, base)]
-        grid = [
-            SpecSync(base=policy.base, abort_time=abort_time, abort_rate=abort_rate)
-            for abort_time in self.times or steps_for(base)
-            for abort_rate in self.rates
-        ]
+        grid = pairs(self.times or steps_for(base))
         rows.append(row_of("tuned by itself", self.run(str(policy)), base))
         rows += [row_of(f"{tried.abort_time:g} s, {tried.abort_rate:g}", self.run(str(tried)), base) for tried in grid]
         self.show(rows)
@@ -79,7 +82,13 @@ class Tune(Training):
     def show(self, rows: list[Row]) -> None:
         title = f"{self.workload}, {count(self.workers, 'worker')}, in virtual time"
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0))
-        headings = ("abort time, rate", f"time to\n{self.target}", "speed-up\nover base", "aborted", "staleness\nmean")
+        headings = (
+            "abort time, rate",
+            f"time to\n{self.target}",
+            "speed-up\nover base",
+            "aborted\nof begun",
+            "staleness\nmean",
+        )
         for heading in headings:
             table.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
         for row in rows:
@@ -103,7 +112,8 @@ def steps_for(base: Run) -> list[float]:
 
 
 def row_of(tried: str, run: Run, base: Run) -> Row:
-    aborted, begun = run.metrics.aborts.get("count", 0), run.metrics.iterations * run.trace.header.members.workers
+    aborted = run.metrics.aborts.get("count", 0)
+    begun = aborted + run.metrics.iterations * run.trace.header.members.workers
     mine, theirs = run.time_to_target_s, base.time_to_target_s
     return {
         "tried": tried,

@@ -49,7 +49,9 @@ class ElasticBSP(CentralPolicy):
     has_scheduler: ClassVar[bool] = True
     servers_may_change: ClassVar[bool] = False
 
-    lookahead: int = parameter(15, low=1, doc="R: how many iterations of each worker are predicted and planned over")
+    lookahead: int = parameter(
+        15, low=1, high=10_000, doc="R: how many iterations of each worker are predicted and planned over"
+    )
     predict: str = option("latest", doc="how long an iteration will take: latest (as the paper), mean or median")
     alpha: float | None = option(None, low=0, high=1, doc="predict=mean: weight of the newest interval (0.3)")
     recent: int | None = option(None, low=1, doc="predict=median: of how many intervals (9)")

@@ -32,6 +32,9 @@ def _table(index: int, name: str, found: list[Barrier]) -> str:
         )
         for barrier in found[:SHOWN_BARRIERS]
     ]
+    if len(found) > SHOWN_BARRIERS:
+        name = f"{plural(len(found) - SHOWN_BARRIERS, 'barrier')} more"
+        rows.append(tag("tr", tag("th", text(name), scope="row") + tag("td", text(DASH)) * len(heads)))
     whole = totals(found)
     waits = [whole["planned_wait_s"], whole["wait_s"], whole["bsp_wait_s"]]
     rows.append(_row(f"all {plural(len(found), 'barrier')}", [DASH, DASH, DASH], waits))

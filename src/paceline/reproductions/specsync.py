@@ -133,7 +133,8 @@ class SpecSyncSpeed(Reproduction):
 
     def claims_of_speed(self, rows: list[Row]) -> list[Claim]:
         ratios = ratios_of(rows, ADAPTIVE)
-        always = all(ratio > 1 for ratio in ratios.values() if ratio is not None)
+        known = [ratio for ratio in ratios.values() if ratio is not None]
+        always = bool(known) and min(known) > 1
         best = {way: soonest(rows, way) for way in (ASP, ADAPTIVE, PICKED)}
         edge = max((row["lr"] for row in rows if row["way"] == ASP and row["s"] is not None), default=0.0)
         at_best = speed_up(best[ASP], best[ADAPTIVE])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.errors import ConfigError
 from paceline.policies.zipline import Times
 
 INTERVAL_MS = (1000.0, 1500.0)
@@ -20,6 +21,8 @@ RUN_MS = 30_000.0
 
 def generate(workers: int, iterations: int, random: np.random.Generator, run_ms: float = RUN_MS) -> Times:
     """When each worker will end each of its next iterations, in ms, after all have run for `run_ms`."""
+    if workers < 1 or iterations < 1 or workers != int(workers) or iterations != int(iterations):
+        raise ConfigError(f"a matrix of {workers} workers and {iterations} iterations: whole numbers from 1 on")
     interval = random.uniform(*INTERVAL_MS, (workers, 1))
     start = random.uniform(*START_MS, (workers, 1))
     done = np.maximum(0, np.floor((run_ms - start) / interval))

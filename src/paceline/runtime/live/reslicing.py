@@ -70,7 +70,7 @@ class Reslicing:
         if not self.driver.servers.count:
             return f"{policy.name} has no servers"
         if not policy.servers_may_change:
-            return f"under {policy.name} one plan is made for all servers of a run, so their number is fixed"
+            return f"under {policy.name} a scheduler counts on the servers it began with: their number is fixed"
         try:
             self._reassigned(servers)
             policy.validate(Members(self.driver.members.workers, servers))

@@ -87,7 +87,10 @@ class Watchman:
         limit = self.care.hang_timeout_s
         if limit is None or not self.driver.begun:
             return
+        members = self.driver.authority.members
         for child in self.driver.live_workers():
+            if members.get(child.rank) != child.incarnation:
+                continue  # not in yet, or done: its process is only on its way out
             stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
             if stuck > limit:
                 pushed = self.status[child.rank].pushed if child.rank in self.status else 0
