@@ -287,7 +287,7 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("text", "complaint"),
         [
-            ("elastic:lookahead=0", "elastic:lookahead=0 is out of range: 1 or more"),
+            ("elastic:lookahead=0", "elastic:lookahead=0 is out of range: from 1 to 10000"),
             ("elastic:lookahead=2.5", "not a whole number"),
             ("elastic:predict=tomorrow", "elastic:predict=tomorrow is not known: latest, mean, median"),
             ("elastic:alpha=0.5", "elastic:alpha belongs to predict=mean, not to predict=latest"),

@@ -127,7 +127,7 @@ class SpecSyncSpeed(Reproduction):
         say(f"{kind}, {workers} workers, learning rate {rate}, {way}: {told(time_s)}")
         return {
             "cluster": kind, "workers": workers, "lr": rate, "way": way, "s": time_s, "iterations": middle(iterations),
-            "aborted_%": fmean(aborted), "staleness": fmean(staleness), "MB": fmean(moved) / 1e6,
+            "aborts_per_100": fmean(aborted), "staleness": fmean(staleness), "MB": fmean(moved) / 1e6,
             "again_MB": fmean(again) / 1e6, "notices_MB": fmean(notices) / 1e6,
         }  # fmt: skip
 
