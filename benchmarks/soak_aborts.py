@@ -56,9 +56,14 @@ def work(raise_at: int) -> None:
     model = torch.nn.Linear(20, 20)
     opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     while True:
-        opt.zero_grad()
-        model(torch.randn(4, 20)).pow(2).mean().backward()
-        opt.step()
+
+        def closure() -> torch.Tensor:
+            opt.zero_grad()
+            loss = model(torch.randn(4, 20)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
         if opt.global_step == raise_at:
             raise ValueError("as asked")
 

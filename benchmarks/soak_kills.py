@@ -53,10 +53,15 @@ def train(workload: Workload, folder: Path) -> None:
     opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), model=module)
     while True:
         for batch in loader:
-            opt.zero_grad()
-            workload.loss(module(inputs[batch]), labels[batch]).backward()
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                opt.zero_grad()
+                loss: torch.Tensor = workload.loss(module(inputs[batch]), labels[batch])
+                loss.backward()
+                return loss
+
             try:
-                opt.step()
+                opt.step(closure)
             finally:
                 sampler.used(batch.tolist(), not opt.step_was_dropped)
             if world.rank == 0:
