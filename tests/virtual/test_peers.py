@@ -218,7 +218,6 @@ def test_a_graph_from_a_file(tmp_path: Path) -> None:
         ("simulate --policy hop --by-layer", "has no servers: slicing and by_layer"),
         ("simulate --policy bsp --cluster steady:machines=4:4", "are for policies without servers: bsp has some"),
         ("simulate --policy hop --cluster steady:machines=4:3", "places 7 peers, there are 8"),
-        ("compare hop --live", "runs in virtual time only so far"),
         ("compare hop+bsp", "cannot be one of several policies: it has no parameter servers"),
     ],
 )

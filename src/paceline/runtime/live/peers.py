@@ -105,7 +105,7 @@ class Peers:
     def tick(self) -> None:
         """See to it that nobody waits for parameters that nobody has."""
         driver = self.driver
-        if not driver.begun or self.holding or not driver.authority.members:
+        if not self.active or not driver.begun or self.holding or not driver.authority.members:
             self.bereft_s = None
             return
         self.bereft_s = self.bereft_s or time.monotonic()
