@@ -321,6 +321,8 @@ def check_live(
         check_places(scenario, members)
         if scenario.machines or scenario.edges:
             raise ConfigError("machines and [[edge]] are for virtual time: live peers share one machine")
+        if scenario.resizes:
+            raise ConfigError(f"[[servers]] in the scenario: {checked} has no servers")
     return LiveSize(members, checked, scenario)
 
 

@@ -13,7 +13,9 @@ from paceline.api import check_count, check_live
 from paceline.commands.live_table import LiveTable
 from paceline.commands.options import Outputs
 from paceline.commands.screen import console, show_table, size_of, tell_evaluated, tell_result, tell_slices
+from paceline.core.policy import PeerPolicy
 from paceline.errors import ConfigError, PacelineError
+from paceline.policies import parse
 from paceline.report.html import write
 from paceline.run import Target
 from paceline.tensors.layout import EPS, check_slicing
@@ -177,12 +179,13 @@ class Resume:
                 given[name] = value
         return Run(**given).main(script, resume=folder)
 
-    def last_servers(self, folder: Path, at_first: int) -> int:
-        """How many servers the run had in the end: their number may have changed."""
+    def last_servers(self, folder: Path, at_first: int | None) -> int | None:
+        """How many servers the run had in the end: their number may have changed. None: it is one of peers."""
         from paceline.runtime.live import checkpoint
 
         try:
-            return len(checkpoint.latest(folder / checkpoint.FOLDER)[1].shards)
+            manifest = checkpoint.latest(folder / checkpoint.FOLDER)[1]
+            return None if isinstance(parse(manifest.policy), PeerPolicy) else len(manifest.shards)
         except PacelineError:
             return at_first  # there is nothing to resume from, which the run itself says best
 

@@ -37,7 +37,7 @@ from paceline.report.peers import PeerCounts
 K = TypeVar("K")
 NO_VIEW: tuple[int, frozenset[tuple[int, int]]] = (0, frozenset())
 
-WORKERS = re.compile(r"\bworkers? \d+(?:, \d+)*(?: and \d+ others?)?")
+WORKERS = re.compile(r"\b(worker|peer)s? \d+(?:, \d+)*(?: and \d+ others?)?")
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -235,7 +235,7 @@ def _add_up(pairs: Iterable[tuple[K, float]]) -> dict[K, float]:
 
 def template(reason: str) -> str:
     """'2 ahead of workers 1, 4, bound 1' -> '# ahead of worker #, bound #'."""
-    return NUMBERS.sub("#", WORKERS.sub("worker #", reason))
+    return NUMBERS.sub("#", WORKERS.sub(r"\1 #", reason))
 
 
 __all__ = ["Metrics", "Span", "measure", "spans", "template", "waiting_by_reason", "waiting_caused_by"]

@@ -7,7 +7,7 @@ from collections import Counter
 from msgspec import Struct
 
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send
-from paceline.core.events import UpdateArrived
+from paceline.core.events import UpdateArrived, ViewChanged
 from paceline.core.messages import Offer, Reply, Update
 from paceline.core.trace import Header, Record, Trace
 
@@ -88,7 +88,8 @@ def peers_view(
 
 def apartness(trace: Trace) -> Apartness:
     """From a trace of peers."""
-    at: dict[int, int] = {}
+    at: dict[Process, int] = {}
+    """The iteration each live peer is in, as far as anybody has heard."""
     held: Counter[Process] = Counter()
     first: dict[int, tuple[float, int]] = {}
     last: dict[int, tuple[float, int]] = {}
@@ -97,6 +98,11 @@ def apartness(trace: Trace) -> Apartness:
         if record.node[0] != "peer":
             continue
         peer, process, now = record.node[1], (record.node[1], record.incarnation), record.event.at
+        if isinstance(record.event, ViewChanged):
+            lives = set(record.event.view.members)
+            for gone in [known for known in at if known not in lives]:
+                del at[gone]
+                held.pop(gone, None)
         if isinstance(record.event, UpdateArrived):
             held[process] += 1
         for action in record.actions:
@@ -105,9 +111,9 @@ def apartness(trace: Trace) -> Apartness:
             elif isinstance(action, Drop) and action.handle.source != peer:
                 held[process] -= 1
             elif isinstance(action, Compute):
-                if peer in at and action.iteration > at[peer] + 1:
-                    found.jumps.append((now, peer, at[peer], action.iteration))
-                at[peer] = action.iteration
+                if process in at and action.iteration > at[process] + 1:
+                    found.jumps.append((now, peer, at[process], action.iteration))
+                at[process] = action.iteration
                 first.setdefault(peer, (now, action.iteration))
                 last[peer] = (now, action.iteration)
                 found.times_s.append(now)

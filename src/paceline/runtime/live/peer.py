@@ -298,8 +298,8 @@ class LivePeer:
     def reduce(self, action: Reduce) -> None:
         mail = self.neighbours.mail
         self.values.average(action.own, [mail.held[handle] for handle in action.handles], action.weights)
+        self.staleness = max((max(0, action.iteration - handle.iteration) for handle in action.handles), default=0)
         for handle in action.handles:
-            self.staleness = max(0, action.iteration - handle.iteration)
             mail.let_go(handle)
 
     def apply(self, action: Apply) -> None:
