@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import paceline
@@ -292,6 +296,33 @@ class TestAborting:
         aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
         aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
         assert (float(seen), float(net.seen)) == (0, 1)
+        aborting.close()
+
+    @pytest.mark.parametrize("way", ["average", "copy", "save"])
+    def test_the_model_is_copied_without_the_run(self, tmp_path: Path, way: str) -> None:
+        net, live = linear_net(), Alone(tmp_path)
+        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting.live.driver = socket.socket()  # type: ignore[assignment]
+        if way == "average":
+            other: nn.Module = AveragedModel(net)
+        elif way == "copy":
+            other = copy.deepcopy(net)
+        else:
+            file = io.BytesIO()
+            torch.save(net, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+        aborting.bell.ring(ITERATION)
+
+        def evaluate() -> str:
+            other(torch.zeros(3, 4)).sum().backward()
+            return "done"
+
+        assert aborting.run(evaluate, 0.0) == "done"
+        assert live.times_begun == 1, "a copy's computations are not the run's"
+        aborting.run(close_over_sum(net), 0.0)
+        assert live.times_begun == 2, "the model's are"
+        aborting.live.driver.close()
         aborting.close()
 
     @pytest.mark.parametrize("tensor", [False, True], ids=["forward", "backward"])
