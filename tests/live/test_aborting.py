@@ -203,7 +203,7 @@ def test_the_second_run_equals_one_that_began_with_the_fresh_parameters(tmp_path
 
         def zero(stale: Net = stale, aborting: Aborting = aborting) -> None:
             if clears == "the optimizer":
-                aborting.rewind.forget_gradients()
+                aborting.rewind.before_clearing()
             if clears != "nobody":
                 stale.zero_grad()
 
@@ -296,6 +296,50 @@ class TestAborting:
         aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
         aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
         assert (float(seen), float(net.seen)) == (0, 1)
+        aborting.close()
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    def test_gradients_that_are_added_to_and_cleared_later_are_put_back(self, tmp_path: Path, to_none: bool) -> None:
+        """The closure takes what it has added up of one layer, and the other layer's as they were."""
+
+        def run(folder: Path, rung: bool) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+            folder.mkdir()
+            live = Alone(folder)
+            aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+            def closure() -> None:
+                net[1](torch.ones(1, 2)).sum().backward()
+                taken = [parameter.grad.clone() for parameter in net.parameters()]
+                aborting.rewind.before_clearing()
+                net.zero_grad(to_none)
+                if rung and live.times_begun == 1:
+                    aborting.bell.ring(ITERATION)
+                net(torch.ones(1, 2)).pow(2).sum().backward()
+                for parameter, before in zip(net.parameters(), taken, strict=True):
+                    parameter.grad += before
+
+            aborting.run(closure, 0.0)
+            assert live.times_begun == 1 + rung
+            aborting.close()
+            return [parameter.grad for parameter in net.parameters()]
+
+        assert equal(run(tmp_path / "plain", False), run(tmp_path / "aborted", True))
+
+    @pytest.mark.parametrize("changes", [False, True])
+    def test_a_buffer_whose_elements_share_memory(self, tmp_path: Path, changes: bool) -> None:
+        net = linear_net()
+        place = torch.ones(1, 1)
+        net.register_buffer("mask", place.expand(3, 4))
+        if changes:
+            net[0].register_forward_hook(lambda module, inputs, output: output + 0 * place.add_(1))
+        aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
+        assert equal(net.mask, torch.full((3, 4), 2.0 if changes else 1.0)), "of two passes one counts"
+        assert net.mask.data_ptr() == place.data_ptr()
         aborting.close()
 
     @pytest.mark.parametrize("way", ["average", "copy", "save"])
