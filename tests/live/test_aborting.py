@@ -30,6 +30,7 @@ from paceline.core.messages import Resync, View
 from paceline.runtime.live import bell
 from paceline.runtime.live.aborting import Aborted, Aborting
 from paceline.runtime.live.bell import Bell, Bells
+from paceline.runtime.live.hands import Hands
 
 ITERATION = 3
 
@@ -41,6 +42,7 @@ class Alone:
         self.folder, self.rank, self.incarnation = folder, 0, 0
         self.ordered = Compute(ITERATION, 0)
         self.times_begun = 1
+        self.hands = Hands(self)  # type: ignore[arg-type]
         self.fresh = begin_again
 
     def begin_again(self) -> None:
@@ -286,6 +288,22 @@ class TestAborting:
             aborting.run(lambda: 1 / 0, 0.0)
         net(torch.zeros(3, 4))
         assert aborting.awaited == -1
+        aborting.close()
+
+    def test_after_an_error_in_the_second_run_a_further_one_is_not_given_up(self, tmp_path: Path) -> None:
+        net, live = linear_net(), Alone(tmp_path)
+        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting.bell.ring(ITERATION)
+
+        def closure() -> None:
+            net(torch.ones(3, 4))
+            raise StopIteration
+
+        with pytest.raises(StopIteration):
+            aborting.run(closure, 0.0)
+        assert live.times_begun == 2
+        aborting.run(close_over_sum(net), 0.0)
+        assert live.times_begun == 2
         aborting.close()
 
     def test_a_buffer_that_was_replaced_is_put_back(self, tmp_path: Path) -> None:

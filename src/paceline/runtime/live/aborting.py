@@ -91,7 +91,10 @@ class Aborting:
         """The closure's result, of its first run or, if that is given up, of its second."""
         ordered = self.live.ordered
         assert ordered is not None
+        if ordered.attempt:  # the second run has raised an error, and the script has called `step` once more
+            return self.run_to_the_end(closure, started)
         self.rewind.mark()
+        self.live.hands.begin_pass()
         self.given_up = False
         self.awaited = ordered.iteration + 1
         result = None
@@ -105,13 +108,16 @@ class Aborting:
                 raise
         finally:
             self.awaited = NEVER
+        self.live.hands.end_pass(self.given_up)
         if not self.given_up:
             self.rewind.forget()
             return result
         del result
         self.rewind.restore()
         self.live.begin_again()
-        started = time.monotonic()
+        return self.run_to_the_end(closure, time.monotonic())
+
+    def run_to_the_end(self, closure: Callable[[], Any], started: float) -> Any:
         result = closure()
         self.live.stretch(started)
         return result

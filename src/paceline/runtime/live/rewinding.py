@@ -8,8 +8,8 @@
                  numpy: some thousand bytes, microseconds. Generators that a script has made itself are its own affair.
 
 Parameters are not here: no computation changes them, and fresh ones are the point. Nor is what a script keeps
-elsewhere: a counter in a module's `forward` counts an aborted pass too, and a closure that draws its own batch draws
-another one.
+elsewhere: a counter in a module's `forward` counts an aborted pass too. A closure that draws its own batch from a
+`paceline.Sampler` draws it again, or another one, and none is lost (`hands.py`).
 """
 
 from __future__ import annotations
