@@ -39,7 +39,6 @@ from paceline.core.messages import Members, Node, Notify, Resync
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 
-
 FEW = 64
 """So many notices are not worth looking through."""
 MOST = 1000
