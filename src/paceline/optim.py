@@ -149,7 +149,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.live is not None:
             self.live.forget_staged()
             if self.live.aborting is not None:
-                self.live.aborting.rewind.forget_gradients()
+                self.live.aborting.rewind.before_clearing()
         super().zero_grad(set_to_none)
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:

@@ -23,7 +23,7 @@ from paceline.core.machine import IllegalEvent, Machine
 from paceline.core.messages import Members, Node, Notify, Pull, Push, Resync, Role, View
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
-from paceline.core.speculation import Iteration, Speculation, SpeculativeWorker, Speculator
+from paceline.core.speculation import FEW, MOST, Iteration, Speculation, SpeculativeWorker, Speculator
 from paceline.errors import ConfigError
 from paceline.policies import SSP, SpecSync, parse
 from paceline.policies.tuning import tune
@@ -221,6 +221,22 @@ class TestScheduler:
         assert machine.in_force is None
         machine.handle(ViewChanged(3.0, View(2, ((0, 0), (1, 0)))))
         assert machine.in_force is not None
+
+    @pytest.mark.parametrize("heard", [0, 1], ids=["never heard", "heard once"])
+    @pytest.mark.parametrize("fixed", [Speculation(0.01, 1.0), Speculation(1e9, 1.0), None])
+    def test_a_silent_worker_does_not_make_it_remember(self, fixed: Speculation | None, heard: int) -> None:
+        machine = scheduler(3, fixed)
+        for action in notify(machine, 0.01, 2, 1) if heard else ():
+            assert isinstance(action, SetTimer)
+            machine.handle(TimerFired(0.02, action.timer))
+        for step in range(1, 10_000):
+            for worker in range(2):
+                for action in notify(machine, step + worker / 10, worker, step):
+                    if fixed is not None and fixed.abort_time_s < 1 and isinstance(action, SetTimer):
+                        machine.handle(TimerFired(step + worker / 10 + 0.01, action.timer))
+        long_kept = heard == 1 and fixed is None
+        assert len(machine.times) <= (2 * 3 * MOST + FEW if long_kept else 2 * FEW)
+        assert len(machine.watches) <= 3
 
     def test_does_not_remember_for_ever(self) -> None:
         machine = scheduler(3, Speculation(0.05, 0.0))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import paceline
@@ -26,6 +30,7 @@ from paceline.core.messages import Resync, View
 from paceline.runtime.live import bell
 from paceline.runtime.live.aborting import Aborted, Aborting
 from paceline.runtime.live.bell import Bell, Bells
+from paceline.runtime.live.hands import Hands
 
 ITERATION = 3
 
@@ -37,6 +42,7 @@ class Alone:
         self.folder, self.rank, self.incarnation = folder, 0, 0
         self.ordered = Compute(ITERATION, 0)
         self.times_begun = 1
+        self.hands = Hands(self)  # type: ignore[arg-type]
         self.fresh = begin_again
 
     def begin_again(self) -> None:
@@ -199,7 +205,7 @@ def test_the_second_run_equals_one_that_began_with_the_fresh_parameters(tmp_path
 
         def zero(stale: Net = stale, aborting: Aborting = aborting) -> None:
             if clears == "the optimizer":
-                aborting.rewind.forget_gradients()
+                aborting.rewind.before_clearing()
             if clears != "nobody":
                 stale.zero_grad()
 
@@ -284,6 +290,22 @@ class TestAborting:
         assert aborting.awaited == -1
         aborting.close()
 
+    def test_after_an_error_in_the_second_run_a_further_one_is_not_given_up(self, tmp_path: Path) -> None:
+        net, live = linear_net(), Alone(tmp_path)
+        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting.bell.ring(ITERATION)
+
+        def closure() -> None:
+            net(torch.ones(3, 4))
+            raise StopIteration
+
+        with pytest.raises(StopIteration):
+            aborting.run(closure, 0.0)
+        assert live.times_begun == 2
+        aborting.run(close_over_sum(net), 0.0)
+        assert live.times_begun == 2
+        aborting.close()
+
     def test_a_buffer_that_was_replaced_is_put_back(self, tmp_path: Path) -> None:
         net = linear_net()
         net.register_buffer("seen", torch.zeros(1))
@@ -292,6 +314,77 @@ class TestAborting:
         aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
         aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
         assert (float(seen), float(net.seen)) == (0, 1)
+        aborting.close()
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    def test_gradients_that_are_added_to_and_cleared_later_are_put_back(self, tmp_path: Path, to_none: bool) -> None:
+        """The closure takes what it has added up of one layer, and the other layer's as they were."""
+
+        def run(folder: Path, rung: bool) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+            folder.mkdir()
+            live = Alone(folder)
+            aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+            def closure() -> None:
+                net[1](torch.ones(1, 2)).sum().backward()
+                taken = [parameter.grad.clone() for parameter in net.parameters()]
+                aborting.rewind.before_clearing()
+                net.zero_grad(to_none)
+                if rung and live.times_begun == 1:
+                    aborting.bell.ring(ITERATION)
+                net(torch.ones(1, 2)).pow(2).sum().backward()
+                for parameter, before in zip(net.parameters(), taken, strict=True):
+                    parameter.grad += before
+
+            aborting.run(closure, 0.0)
+            assert live.times_begun == 1 + rung
+            aborting.close()
+            return [parameter.grad for parameter in net.parameters()]
+
+        assert equal(run(tmp_path / "plain", False), run(tmp_path / "aborted", True))
+
+    @pytest.mark.parametrize("changes", [False, True])
+    def test_a_buffer_whose_elements_share_memory(self, tmp_path: Path, changes: bool) -> None:
+        net = linear_net()
+        place = torch.ones(1, 1)
+        net.register_buffer("mask", place.expand(3, 4))
+        if changes:
+            net[0].register_forward_hook(lambda module, inputs, output: output + 0 * place.add_(1))
+        aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
+        assert equal(net.mask, torch.full((3, 4), 2.0 if changes else 1.0)), "of two passes one counts"
+        assert net.mask.data_ptr() == place.data_ptr()
+        aborting.close()
+
+    @pytest.mark.parametrize("way", ["average", "copy", "save"])
+    def test_the_model_is_copied_without_the_run(self, tmp_path: Path, way: str) -> None:
+        net, live = linear_net(), Alone(tmp_path)
+        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting.live.driver = socket.socket()  # type: ignore[assignment]
+        if way == "average":
+            other: nn.Module = AveragedModel(net)
+        elif way == "copy":
+            other = copy.deepcopy(net)
+        else:
+            file = io.BytesIO()
+            torch.save(net, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+        aborting.bell.ring(ITERATION)
+
+        def evaluate() -> str:
+            other(torch.zeros(3, 4)).sum().backward()
+            return "done"
+
+        assert aborting.run(evaluate, 0.0) == "done"
+        assert live.times_begun == 1, "a copy's computations are not the run's"
+        aborting.run(close_over_sum(net), 0.0)
+        assert live.times_begun == 2, "the model's are"
+        aborting.live.driver.close()
         aborting.close()
 
     @pytest.mark.parametrize("tensor", [False, True], ids=["forward", "backward"])

@@ -102,6 +102,9 @@ class Trainer:
         self.drop_last = chance.random() < 0.3
         self.leaves_early = chance.choice([0.0, 0.1])
         self.dropped = 0.2
+        self.gives_up = chance.choice([0.0, 0.3])
+        self.draws_outside = chance.random() < 0.5
+        """One batch is drawn before the closure runs, and more in it."""
         per_step = self.batch * self.micro_batches if self.ahead or chance.random() < 0.3 else None
         self.holder = desk.hands.holder(SAMPLER, size, 0, per_step)
         self.drawn: deque[tuple[int, int]] = deque()
@@ -133,7 +136,7 @@ class Trainer:
     def forever(self):
         while True:
             loader = self.loader()
-            while used := [entry for batch in islice(loader, self.micro_batches) for entry in batch]:
+            while used := self.compute(loader):
                 if self.chance.random() < self.leaves_early:
                     break
                 counted = self.chance.random() >= self.dropped
@@ -144,8 +147,24 @@ class Trainer:
                 self.desk.hands.settle(counted)
                 yield
 
+    def compute(self, loader):
+        """The samples of a step. Its closure may draw some itself, and be given up."""
+        outside = 1 if self.draws_outside and self.holder.per_step is None else 0
+        used = take(loader, outside)
+        self.desk.hands.begin_pass()
+        inside = take(loader, self.micro_batches - outside)
+        given_up = self.chance.random() < self.gives_up
+        self.desk.hands.end_pass(given_up)
+        if given_up:
+            inside = take(loader, self.micro_batches - outside)
+        return used + inside
+
     def step(self) -> None:
         next(self.loop)
+
+
+def take(loader, batches: int) -> list[tuple[int, int]]:
+    return [entry for batch in islice(loader, batches) for entry in batch]
 
 
 @pytest.mark.parametrize("kills", [False, True])

@@ -171,6 +171,20 @@ def test_what_is_not_trained_survives_a_resume(tmp_path: Path) -> None:
     assert {point.accuracy for point in second.history} == {5.0}
 
 
+def test_a_buffer_whose_elements_share_memory_starts_as_worker_0_has_it() -> None:
+    def work() -> None:
+        model = nn.Linear(4, 2)
+        model.register_buffer("mask", torch.ones(1, 1).expand(3, 4))
+        model.register_buffer("rows", torch.full((1, 2), float(paceline.init().rank)).expand(3, 2))
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        paceline.log(loss=float(model.rows.sum()), accuracy=float(model.mask.sum()))
+        step(model, opt)
+
+    run = paceline.launch(work, workers=2, servers=1, policy="bsp")
+    assert run.failures == []
+    assert [(point.loss, point.accuracy) for point in run.history] == [(0.0, 12.0)] * 2
+
+
 @dataclass(frozen=True)
 class Ahead(CentralPolicy):
     """Means of iterations, but nobody waits for the one before."""

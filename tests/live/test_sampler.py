@@ -259,6 +259,48 @@ def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, per_step: i
     assert once(tmp_path) >= set(table_of(driver).finished())
 
 
+@pytest.mark.parametrize(
+    ("workers", "per_step"), [(0, None), (2, None), (2, BATCH)], ids=["plain", "loader ahead", "per step"]
+)
+def test_a_pass_that_is_given_up_has_not_used_what_it_drew(workers: int, per_step: int | None, tmp_path: Path) -> None:
+    """Closures that draw their own batch: what is written down as counted is what the last run of each has seen."""
+
+    def work() -> None:
+        loop = Loop(tmp_path, per_step=per_step, num_workers=workers)
+        steps = passes = 0
+        for _ in range(4):
+            batches = iter(loop.loader)
+            while True:
+                seen: list[list[int]] = []
+
+                def closure(batches: Iterator[list[torch.Tensor]] = batches, seen: list[list[int]] = seen) -> None:
+                    (batch,) = next(batches)
+                    seen.append(batch.tolist())
+                    loop.opt.zero_grad()
+                    time.sleep(0.004)
+                    loop.model(batch[:, None].float()).sum().backward()
+
+                try:
+                    loop.opt.step(closure)
+                except StopIteration:
+                    break
+                for batch in seen[:-1]:
+                    loop.sampler.used(batch, counted=False)
+                loop.sampler.used(seen[-1], counted=True)
+                steps, passes = steps + 1, passes + len(seen)
+                if workers == 0:
+                    assert seen[0] == seen[-1], "the same samples"
+        paceline.log(loss=float(passes - steps))
+
+    driver = driver_of(work, "specsync:abort_time=0.002,abort_rate=0")
+    run = driver.run()
+    assert run.failures == []
+    assert sum(point.loss for point in run.history) > 5, "passes were given up"
+    table = table_of(driver)
+    assert len(table.finished()) >= 2
+    assert lost(tmp_path, table) == {}
+
+
 def test_a_resumed_run_goes_on_with_its_epoch(tmp_path: Path) -> None:
     def work() -> None:
         loop = Loop(tmp_path)

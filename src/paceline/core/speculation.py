@@ -27,6 +27,7 @@ speculates.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -37,6 +38,11 @@ from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Members, Node, Notify, Resync
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
+
+FEW = 64
+"""So many notices are not worth looking through."""
+MOST = 1000
+"""So many notices for each live worker are kept for the next tuning, however long somebody is silent."""
 
 
 class Speculation(NamedTuple):
@@ -139,7 +145,11 @@ class Speculator(Machine):
         """Live workers that have not given notice in this epoch."""
         self.timers = 0
         self.watches: dict[int, Watch] = {}
-        """By timer; one for each worker at most counts, the last."""
+        """By timer, the last of each worker."""
+        self.watched: dict[int, int] = {}
+        """By worker: its last timer."""
+        self.many = FEW
+        """With so many notices it is time to forget some."""
 
     def on_view_changed(self, event: ViewChanged) -> None:
         if event.view.number <= self.view_number:
@@ -170,11 +180,15 @@ class Speculator(Machine):
         self.missing.discard(worker)
         if self.in_force is not None:
             self.timers += 1
+            self.watches.pop(self.watched.get(worker, 0), None)
+            self.watched[worker] = self.timers
             self.watches[self.timers] = Watch(notice, at, self.in_force)
             self.actions.append(SetTimer(self.timers, self.in_force.abort_time_s))
 
     def on_timer_fired(self, event: TimerFired) -> None:
-        watch = self.watches.pop(event.timer)
+        watch = self.watches.pop(event.timer, None)
+        if watch is None:
+            return  # the worker has given notice again
         notice = watch.notice
         here = self.incarnations.get(notice.worker) == notice.incarnation
         if not here or self.newest[notice.worker][0] != notice:
@@ -191,6 +205,9 @@ class Speculator(Machine):
 
     def settle(self) -> None:
         """An epoch is over when everybody has given notice in it, and the spans of all are known."""
+        if len(self.times) >= self.many:
+            self.forget()
+            self.many = 2 * len(self.times) + FEW
         if self.missing or not self.incarnations or self.iterations.keys() != self.incarnations.keys():
             return
         if self.tune is not None:
@@ -199,11 +216,25 @@ class Speculator(Machine):
         self.forget()
 
     def forget(self) -> None:
-        """Keep what somebody may still ask for: the iterations that are complete next time have begun by now."""
-        begun_s = min(self.newest[worker][1] for worker in self.incarnations)
-        oldest_s = min((watch.since_s for watch in self.watches.values()), default=begun_s)
-        gone = bisect_right(self.times, min(begun_s, oldest_s))
+        """Keep what a watch or the next tuning may still ask for."""
+        gone = len(self.times)
+        if self.tune is not None:
+            begun_s = min(map(self.next_began_s, self.incarnations), default=math.inf)
+            gone = max(bisect_right(self.times, begun_s), gone - MOST * len(self.incarnations))
+        oldest_s = min((watch.since_s for watch in self.watches.values()), default=math.inf)
+        gone = min(gone, bisect_right(self.times, oldest_s))
         del self.times[:gone], self.workers[:gone]
+
+    def next_began_s(self, worker: int) -> float:
+        """When the iteration began, at the earliest, that will be this worker's last complete one at the next tuning.
+
+        While somebody is silent others go on, and theirs move on with them. The silent one's does not: that is why
+        there is a limit.
+        """
+        if worker not in self.missing and worker in self.iterations:
+            return self.iterations[worker].began_s
+        notice, at = self.newest.get(worker, (None, math.inf))
+        return at if notice is not None and notice.incarnation == self.incarnations[worker] else math.inf
 
     def check(self) -> None:
         require(len(self.times) == len(self.workers), "each notice has a time and a worker")

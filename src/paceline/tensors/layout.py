@@ -216,3 +216,19 @@ def _fill(sizes: Sequence[int], parts: int, most: int) -> list[int]:
 def flatten(tensors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Copy `tensors` into the views `out` (see `Layout.views`)."""
     torch._foreach_copy_(list(out), [tensor.detach() for tensor in tensors])
+
+
+@torch.no_grad()
+def put(tensor: Tensor, values: Tensor) -> None:
+    """`copy_`, also where several elements are one place in memory, as `expand` makes them: torch refuses that."""
+    shared = tensor.layout is torch.strided and any(
+        stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    if not shared:
+        tensor.copy_(values)
+        return
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    if torch.equal(values[once].expand_as(values), values):
+        tensor[once].copy_(values[once])
+    else:
+        tensor.data = values.to(tensor, copy=True)

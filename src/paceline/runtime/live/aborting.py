@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,25 @@ class Aborted(BaseException):
     """Raised in the middle of a closure whose computation is given up. It ends in `step`."""
 
 
+class Hook:
+    """What modules and tensors call; on a GPU, in backward, in a thread of autograd's.
+
+    A module's hooks are copied and pickled with it. The run is not, nor should a copy (an average, the best model so
+    far) end its computations: so this holds the run weakly, and its copies do nothing.
+    """
+
+    def __init__(self, aborting: Aborting | None = None) -> None:
+        self.aborting = weakref.ref(aborting) if aborting is not None else None
+
+    def __call__(self, *passed: Any) -> None:
+        aborting = self.aborting() if self.aborting is not None else None
+        if aborting is not None:
+            aborting.pass_hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
 class Aborting:
     """Runs closures for one worker, so that they can be interrupted."""
 
@@ -61,16 +81,20 @@ class Aborting:
         every = list({id(tensor): tensor for tensor in [*tensors, *others]}.values())
         self.rewind = Rewind(every, module)
         self.pace = cuda.Pace(every) if any(tensor.device.type == "cuda" for tensor in every) else None
+        hook = Hook(self)
         for tensor in every:
-            tensor.register_post_accumulate_grad_hook(self.after_gradient)
+            tensor.register_post_accumulate_grad_hook(hook)
         for part in module.modules() if module is not None else ():
-            part.register_forward_pre_hook(self.before_layer, prepend=True)
+            part.register_forward_pre_hook(hook, prepend=True)
 
     def run(self, closure: Callable[[], Any], started: float) -> Any:
         """The closure's result, of its first run or, if that is given up, of its second."""
         ordered = self.live.ordered
         assert ordered is not None
+        if ordered.attempt:  # the second run has raised an error, and the script has called `step` once more
+            return self.run_to_the_end(closure, started)
         self.rewind.mark()
+        self.live.hands.begin_pass()
         self.given_up = False
         self.awaited = ordered.iteration + 1
         result = None
@@ -84,26 +108,22 @@ class Aborting:
                 raise
         finally:
             self.awaited = NEVER
+        self.live.hands.end_pass(self.given_up)
         if not self.given_up:
             self.rewind.forget()
             return result
         del result
         self.rewind.restore()
         self.live.begin_again()
-        started = time.monotonic()
+        return self.run_to_the_end(closure, time.monotonic())
+
+    def run_to_the_end(self, closure: Callable[[], Any], started: float) -> Any:
         result = closure()
         self.live.stretch(started)
         return result
 
-    def before_layer(self, module: nn.Module, inputs: Any) -> None:
-        """The hook of every module. On a GPU it may first wait for the device."""
-        if self.awaited != NEVER:
-            if self.pace is not None:
-                self.pace.keep()
-            self.look()
-
-    def after_gradient(self, tensor: Tensor) -> None:
-        """The hook of every tensor: on a GPU it runs in a thread of autograd's."""
+    def pass_hook(self) -> None:
+        """Before every module and after every gradient. On a GPU it may first wait for the device."""
         if self.awaited != NEVER:
             if self.pace is not None:
                 self.pace.keep()

@@ -25,6 +25,11 @@ counts as not drawn, and the next iteration begins with it: dealt again it would
 batches, and dropped for ever. Reports wait for the next request, or for the end: if the worker is killed before, what
 they say is dealt again. At least once, never less.
 
+A pass that is given up (`aborting.py`) runs again. What it has drawn itself, in the closure, it will not see a second
+time unless it is put back; so it is, and the second run draws the same samples, or the next iteration does if this one
+was at its end. From a loader that draws ahead the second run gets the next batches: those of the first are returned
+with the step. (With `per_step` they are taken to be a step's worth, if a closure was ever seen to draw.)
+
 An iteration of a sampler ends when the deck passes; the next one is then in the next epoch. A loop that is left
 early goes on in the same epoch with what it had not drawn. An iteration is never empty, whatever others took: a loop
 around the loader that waits for steps would otherwise spin.
@@ -108,6 +113,14 @@ class Holder:
         """In this iteration."""
         self.used: Callable[[], int] | None = None
         """In this iteration, if the loader knows."""
+        self.yielded = 0
+        """Ever."""
+        self.marked = (0, 0, 0)
+        """When the pass began that may be given up: the iteration, what was ever yielded, what the step had used."""
+        self.draws_inside = False
+        """Whether a pass was seen to draw."""
+        self.spoiled = (0, 0)
+        """So many of what this step has used, after the first so many, were used by a pass that was given up."""
         self.permutations: dict[int, NDArray[np.int64]] = {}
 
     def draw(self) -> Iterator[int]:
@@ -122,18 +135,19 @@ class Holder:
         self.iteration += 1
         iteration = self.iteration
         self.settle(counted=False)
-        self.settled, self.used = 0, loader.used()
-        drawn = 0
-        while (hand := self.next_hand(drawn > 0)) is not None:
+        self.settled, self.used, self.spoiled = 0, loader.used(), (0, 0)
+        before = self.yielded
+        while (hand := self.next_hand(self.yielded > before)) is not None:
             self.in_play = hand
-            drawn += len(hand.samples) - hand.drawn
-            for sample in hand.samples[hand.drawn :]:
+            # Meanwhile what was drawn may be put back, even into the hand before.
+            while self.in_play is hand and hand.drawn < len(hand.samples):
                 hand.drawn += 1
-                yield sample
+                self.yielded += 1
+                yield hand.samples[hand.drawn - 1]
                 if self.iteration != iteration:
                     raise PacelineError("two loops draw from one paceline.Sampler: make a sampler for each")
             self.worker.hands.check_caller()
-        self.put_back(drawn % loader.whole)
+        self.put_back((self.yielded - before) % loader.whole)
 
     def next_hand(self, drew: bool) -> Hand | None:
         """The hand to draw from; None if the iteration, which `drew` something already, is over."""
@@ -217,6 +231,11 @@ class Holder:
 
     def settle_step(self, counted: bool) -> None:
         """A step was taken: what it used is acknowledged or returned."""
+        if self.spoiled[1]:
+            first, spoiled = self.spoiled
+            self.spoiled = (0, 0)
+            self.settle(counted, first)
+            self.settle(False, spoiled)
         if self.per_step is not None:
             self.settle(counted, self.per_step)
         elif self.used is not None:
@@ -225,11 +244,38 @@ class Holder:
             self.step_samples = max(self.step_samples, self.settle(counted))
 
     def put_back(self, count: int) -> None:
-        """The newest so many of what was drawn were not: the next iteration begins with them."""
+        """The newest so many of what was drawn were not: they are drawn next, by the next iteration if need be."""
         for hand in reversed(self.hands):
             part = min(count, hand.drawn - hand.settled)
             hand.drawn -= part
             count -= part
+            if part:
+                self.in_play = hand
+
+    def used_in_step(self) -> int:
+        """How much was used since the step before, as far as is known."""
+        if self.used is not None:
+            return max(self.used() - self.settled, 0)
+        return sum(hand.drawn - hand.settled for hand in self.hands)
+
+    def begin_pass(self) -> None:
+        self.marked = (self.iteration, self.yielded, self.used_in_step())
+
+    def end_pass(self, given_up: bool) -> None:
+        """Of a pass that is given up, what it has drawn itself is not used."""
+        iteration, yielded, before = self.marked
+        self.draws_inside |= self.yielded != yielded
+        if not given_up:
+            return
+        if self.iteration != iteration:
+            before = 0  # a new iteration has returned what was there
+        if self.per_step is not None:
+            # Who draws ahead has nothing more to draw in the last passes of an iteration.
+            self.spoiled = (0, self.per_step) if self.draws_inside else (0, 0)
+        elif self.used is not None:
+            self.spoiled = (before, max(self.used_in_step() - before, 0))
+        else:
+            self.put_back(max(self.used_in_step() - before, 0))
 
     def note(self, counted: bool, ticket: int, start: int, stop: int) -> None:
         """Report this part later, as one with the part before it if they met the same fate."""
@@ -276,6 +322,16 @@ class Hands:
         """A step was taken: what it used is acknowledged or returned."""
         for holder in self.holders.values():
             holder.settle_step(counted)
+
+    def begin_pass(self) -> None:
+        """A closure runs that may be given up."""
+        for holder in self.holders.values():
+            holder.begin_pass()
+
+    def end_pass(self, given_up: bool) -> None:
+        """It has ended, or is given up and will run again."""
+        for holder in self.holders.values():
+            holder.end_pass(given_up)
 
     def report(self) -> None:
         """Last words, before this worker leaves: what it has not settled is dealt to others then."""

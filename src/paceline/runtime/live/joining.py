@@ -28,7 +28,7 @@ from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.segments import Segments
-from paceline.tensors.layout import flatten
+from paceline.tensors.layout import flatten, put
 from paceline.tensors.optimizers import THERE, Hyper
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def take_others(folder: Path, model: Described) -> None:
         )
     with torch.no_grad():
         for name, tensor in model.others.items():
-            tensor.copy_(theirs[name])
+            put(tensor, theirs[name])
 
 
 def await_begin(worker: LiveWorker | LivePeer) -> wire.Begin:

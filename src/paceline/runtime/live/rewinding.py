@@ -2,14 +2,14 @@
 
     gradients    as they were: those of an earlier backward that is being added to, or none. They are not copied before
                  it is known that somebody adds to them: a hook sees to it just before the first addition. A closure
-                 that calls `opt.zero_grad()` has no use for them, and nothing is kept.
+                 that calls `opt.zero_grad()` before it adds has no use for them, and nothing is kept.
     buffers      of the model (batch norm's running mean, for one), copied
     randomness   torch's generators on the CPU and on the GPUs the model is on, and the global ones of `random` and
                  numpy: some thousand bytes, microseconds. Generators that a script has made itself are its own affair.
 
 Parameters are not here: no computation changes them, and fresh ones are the point. Nor is what a script keeps
-elsewhere: a counter in a module's `forward` counts an aborted pass too, and a closure that draws its own batch draws
-another one.
+elsewhere: a counter in a module's `forward` counts an aborted pass too. A closure that draws its own batch from a
+`paceline.Sampler` draws it again, or another one, and none is lost (`hands.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from paceline.tensors.layout import put
 
 
 class Rewind:
@@ -57,13 +59,21 @@ class Rewind:
         if gradient is not None and gradient is self.gradients[index]:
             self.copies[index] = gradient.detach().clone()
 
-    def forget_gradients(self) -> None:
-        """The computation has cleared them, and would do so again."""
-        self.gradients = None
-        self.copies.clear()
+    def before_clearing(self) -> None:
+        """The computation clears the gradients. If it has not added to them it has no use for them, now or again."""
+        if self.gradients is None:
+            return
+        if not self.copies:
+            self.gradients = None
+            return
+        # What it has made of them it may have taken already. And clearing may be filling with zeros.
+        for index, gradient in self.gradients.items():
+            if gradient is not None and index not in self.copies and self.tensors[index].grad is gradient:
+                self.copies[index] = gradient.detach().clone()
 
     def forget(self) -> None:
-        self.forget_gradients()
+        self.gradients = None
+        self.copies.clear()
         self.buffers.clear()
 
     @torch.no_grad()
@@ -78,7 +88,8 @@ class Rewind:
                 owner._buffers[name] = None
             else:
                 buffer, values = kept
-                buffer.copy_(values)
+                if not torch.equal(buffer, values):  # those that are constant may lie where nobody can write
+                    put(buffer, values)
                 owner._buffers[name] = buffer
         self.randomness.restore()
         self.forget()
