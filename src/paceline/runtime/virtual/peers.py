@@ -34,11 +34,14 @@ class VirtualPeer(VirtualWorker):
         whole = simulation.shards[WHOLE]
         self.optimizer = SliceOptimizer(simulation.layout, whole, self.values, simulation.plan.optimizer)
         self.mail: dict[Handle, Tensor] = {}
+        self.begun = False
+        """It has parameters to compute with: one that joins has none until its neighbours have sent it some."""
         self.named: tuple[Handle | None, Tensor] = (None, self.values)
         """What was sent last: neighbours that are sent the same share one copy."""
 
     def compute(self, action: Compute) -> None:
         simulation = self.simulation
+        self.begun = True
         if simulation.iterations is not None and action.iteration >= simulation.iterations:
             simulation.finished = True
             simulation.done.add((self.rank, self.incarnation))
@@ -139,13 +142,18 @@ class PeerSimulation(Simulation):
 
     def evaluate(self) -> None:
         if self.workers:
-            stacked = torch.stack([peer.values for peer in self.workers.values()])
+            stacked = torch.stack([peer.values for peer in self.holders()])
             torch.mean(stacked, 0, out=self.flat)
             apart = torch.linalg.vector_norm(stacked - self.flat, dim=1).mean()
             self.consensus.append((self.engine.now, float(apart)))
         super().evaluate()
 
+    def holders(self) -> list[VirtualPeer]:
+        """Whose parameters count: of those who are there, the ones that have begun; at the start all are alike."""
+        peers = list(self.workers.values())
+        return [peer for peer in peers if peer.begun] or peers
+
     def average(self) -> dict[str, Tensor]:
         """The mean of the peers' moving averages, if they keep any."""
-        kept = [peer.optimizer.average for peer in self.workers.values() if peer.optimizer.average is not None]
+        kept = [peer.optimizer.average for peer in self.holders() if peer.optimizer.average is not None]
         return self.layout.named(torch.stack(kept).mean(0)) if kept else {}
