@@ -260,13 +260,13 @@ def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, per_step: i
 
 
 @pytest.mark.parametrize(
-    ("workers", "per_step"), [(0, None), (2, None), (2, BATCH)], ids=["plain", "loader ahead", "per step"]
+    ("workers", "per_step"), [(0, None), (2, None), (2, 7)], ids=["plain", "loader ahead", "per step"]
 )
 def test_a_pass_that_is_given_up_has_not_used_what_it_drew(workers: int, per_step: int | None, tmp_path: Path) -> None:
     """Closures that draw their own batch: what is written down as counted is what the last run of each has seen."""
 
     def work() -> None:
-        loop = Loop(tmp_path, per_step=per_step, num_workers=workers)
+        loop = Loop(tmp_path, per_step=per_step, num_workers=workers, batch_size=7)
         steps = passes = 0
         for _ in range(4):
             batches = iter(loop.loader)
@@ -283,6 +283,7 @@ def test_a_pass_that_is_given_up_has_not_used_what_it_drew(workers: int, per_ste
                 try:
                     loop.opt.step(closure)
                 except StopIteration:
+                    assert not seen, "a second run has something to draw"
                     break
                 for batch in seen[:-1]:
                     loop.sampler.used(batch, counted=False)

@@ -16,7 +16,8 @@ computed.
 will be told so by the next hook; and whatever becomes of the exception, a pass in which it was raised does not count.
 
 What cannot be given up. A second attempt: an iteration is aborted once at most. A gradient that is complete: `step`
-has left the closure by then. A pass outside of `step`, as in evaluation. With `step()` without a closure nothing can,
+has left the closure by then. A pass outside of `step`, as in evaluation. One that has drawn the last samples of an
+epoch itself (`hands.py`). With `step()` without a closure nothing can,
 nor with `overlap=True`, which has handed out parts of the gradient already: that is said once, and the re-syncs are
 ignored. On a GPU the host is made not to run far ahead of the device (`cuda.Pace`), or it would be in the next
 iteration when the scheduler's word comes.
@@ -130,7 +131,7 @@ class Aborting:
             self.look()
 
     def look(self) -> None:
-        if self.word[0] == self.awaited:
+        if self.word[0] == self.awaited and (self.given_up or self.live.hands.may_repeat()):
             self.given_up = True
             raise Aborted
 

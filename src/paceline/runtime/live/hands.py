@@ -26,9 +26,10 @@ batches, and dropped for ever. Reports wait for the next request, or for the end
 they say is dealt again. At least once, never less.
 
 A pass that is given up (`aborting.py`) runs again. What it has drawn itself, in the closure, it will not see a second
-time unless it is put back; so it is, and the second run draws the same samples, or the next iteration does if this one
-was at its end. From a loader that draws ahead the second run gets the next batches: those of the first are returned
-with the step. (With `per_step` they are taken to be a step's worth, if a closure was ever seen to draw.)
+time unless it is put back; so it is, and the second run draws the same samples. From a loader that draws ahead the
+second run gets the next batches: those of the first are returned with the step. (With `per_step` they are taken to be a
+step's worth, if a closure was ever seen to draw.) A pass that has drawn the last of an iteration is not given up: its
+second run would find nothing, and after the last epoch nobody would draw what it had.
 
 An iteration of a sampler ends when the deck passes; the next one is then in the next epoch. A loop that is left
 early goes on in the same epoch with what it had not drawn. An iteration is never empty, whatever others took: a loop
@@ -113,6 +114,8 @@ class Holder:
         """In this iteration."""
         self.used: Callable[[], int] | None = None
         """In this iteration, if the loader knows."""
+        self.exhausted = False
+        """This iteration yields nothing more."""
         self.yielded = 0
         """Ever."""
         self.marked = (0, 0, 0)
@@ -136,6 +139,7 @@ class Holder:
         iteration = self.iteration
         self.settle(counted=False)
         self.settled, self.used, self.spoiled = 0, loader.used(), (0, 0)
+        self.exhausted = False
         before = self.yielded
         while (hand := self.next_hand(self.yielded > before)) is not None:
             self.in_play = hand
@@ -147,6 +151,7 @@ class Holder:
                 if self.iteration != iteration:
                     raise PacelineError("two loops draw from one paceline.Sampler: make a sampler for each")
             self.worker.hands.check_caller()
+        self.exhausted = True
         self.put_back((self.yielded - before) % loader.whole)
 
     def next_hand(self, drew: bool) -> Hand | None:
@@ -258,6 +263,18 @@ class Holder:
             return max(self.used() - self.settled, 0)
         return sum(hand.drawn - hand.settled for hand in self.hands)
 
+    def lacks_a_second_time(self) -> bool:
+        """Whether this pass has drawn what a second run of it could not: the iteration is at its end."""
+        if not self.exhausted:
+            return False
+        iteration, yielded, before = self.marked
+        left = sum(hand.drawn - hand.settled for hand in self.hands)
+        if self.per_step is not None:
+            return (self.draws_inside or self.yielded != yielded) and left < 2 * self.per_step
+        used = self.used_in_step()
+        drawn = used - (before if self.iteration == iteration else 0)
+        return drawn > 0 and (self.used is None or left - used < drawn)
+
     def begin_pass(self) -> None:
         self.marked = (self.iteration, self.yielded, self.used_in_step())
 
@@ -327,6 +344,10 @@ class Hands:
         """A closure runs that may be given up."""
         for holder in self.holders.values():
             holder.begin_pass()
+
+    def may_repeat(self) -> bool:
+        """Whether what the pass has drawn can be drawn again, or other samples in its place."""
+        return not any(holder.lacks_a_second_time() for holder in self.holders.values())
 
     def end_pass(self, given_up: bool) -> None:
         """It has ended, or is given up and will run again."""
