@@ -28,13 +28,13 @@ demo: setup
 	@echo "reports: $(CURDIR)/demo/virtual.html and $(CURDIR)/demo/live.html"
 	@echo "next:    $(BIN)/paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py"
 
-# Tests that start no processes share the cores; those that do have them to themselves.
-ALONE := tests/core tests/virtual tests/report tests/reproductions tests/zipline
+# Tests that look for what processes leave behind have the machine to themselves; the others run two at a time.
+WATCHFUL := tests/live tests/front/test_front_door.py
 
 test: setup
 	$(BIN)/lint-imports --no-cache
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ALONE)
-	$(BIN)/python -m pytest tests/live tests/front
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(WATCHFUL:%=--ignore=%)
+	$(BIN)/python -m pytest $(WATCHFUL)
 
 check: setup
 	$(BIN)/ruff check .
