@@ -82,7 +82,7 @@ class Decks:
 
     def open(self, play: wire.Play) -> Table:
         table = self.tables[play.sampler] = Table(play.size, play.seed, self.resumed().get(play.sampler, 0))
-        table.deck.handle(ViewChanged(self.now(), self.driver.authority.view()))
+        table.deck.handle(ViewChanged(self.now(), self.driver.peers.at_work(self.driver.authority.view())))
         return table
 
     def carry_out(self, sampler: int, actions: Iterable[DeckAction]) -> None:
