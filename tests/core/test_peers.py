@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.actions import Compute, Reduce
+from paceline import graphs as named_graphs
+from paceline.core.actions import Action, Compute, Reduce, Send
+from paceline.core.events import GradientReady, OfferArrived, ReplyArrived, ViewChanged
+from paceline.core.gossip import NOBODY, Gossip
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Offer, Token
+from paceline.core.messages import Handle, Members, Offer, Reply, Token, View
 from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy
 from paceline.core.topology import Topology, distances, neighbours, topology
@@ -283,6 +288,43 @@ def test_offers_that_cross_are_each_others_answers() -> None:
                 crossed += 1
         assert story.counts["Compute"] == 3 * 13
     assert crossed >= 10
+
+
+def sent(actions: Sequence[Action], kind: type[Offer] | type[Reply]) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def averages(actions: Sequence[Action]) -> int:
+    return sum(isinstance(action, Reduce) for action in actions)
+
+
+def test_an_offer_is_answered_though_the_edge_is_gone_by_then() -> None:
+    """On a ring of four without 1 and 3, 0 and 2 are neighbours; when 1 and 3 return, they are not any more."""
+    views = [(0, 0), (1, 0), (2, 0), (3, 0)], [(0, 0), (2, 0)], [(0, 0), (1, 1), (2, 0), (3, 1)]
+    first, without, back = (ViewChanged(0.0, View(n, tuple(members))) for n, members in enumerate(views, 1))
+    one, other = (Gossip(rank, named_graphs.load("ring", 4), seed=1) for rank in (0, 2))
+    for machine in (one, other):
+        machine.handle(first)
+        machine.handle(without)
+    (offer,) = sent(one.handle(GradientReady(1.0, 0, 0, (8,))), Offer)
+    one.handle(back)
+    answered = other.handle(OfferArrived(2.0, offer))
+    (reply,) = sent(answered, Reply)
+    assert averages(answered) == averages(one.handle(ReplyArrived(3.0, reply))) == 1
+
+
+def test_an_offer_of_one_that_joins_is_kept_until_a_view_names_it() -> None:
+    """Before, an answer would be lost, and one of the two alone would have averaged."""
+    machine = Gossip(0, named_graphs.load("ring", 3), seed=0)
+    machine.handle(ViewChanged(0.0, View(1, ((0, 0), (1, 0), (2, 0)))))
+    machine.handle(ViewChanged(1.0, View(2, ((0, 0),))))
+    assert machine.offered == NOBODY
+    offer = Offer(Handle(2, 1, 0, 1, 0))
+    assert list(machine.handle(OfferArrived(2.0, offer))) == []
+    joined = machine.handle(ViewChanged(3.0, View(3, ((0, 0), (2, 1)))))
+    assert averages(joined) == len(sent(joined, Reply)) == 1
+    late = machine.handle(OfferArrived(4.0, Offer(Handle(2, 0, 0, 1, 0))))
+    assert averages(late) == 0, "of the life before"
 
 
 def test_on_a_bipartite_graph_one_side_offers_and_nobody_declines() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import paceline
 from paceline import policies, workloads
-from paceline.api import Job, train_job_live
+from paceline.api import Job, simulate_job, train_job_live
 from paceline.cluster import Fault, load
 from paceline.core.actions import Apply
 from paceline.core.events import ViewChanged
@@ -85,6 +85,64 @@ def test_complete_standard_serial_is_single_process_training(tmp_path: Path) -> 
     assert run.evaluated == "the peers that logged them; the model is the average of 3 peers"
     assert run.trace.header.members == Members(3, 0)
     assert run.metrics.iterations == 50
+
+
+@pytest.mark.parametrize("order", ["parallel", "serial"])
+@pytest.mark.parametrize("graph", ["ring", "complete"])
+def test_standard_equals_virtual_time_up_to_the_last_average(graph: str, order: str) -> None:
+    """The fast ones end while the slow one still needs what they have sent."""
+    given = job(f"hop:graph={graph},order={order}", 4, "one-slow:factor=8,compute_s=0.01", 10)
+    live, virtual = train_job_live(given), simulate_job(given)
+    assert largest_difference(live.parameters, virtual.parameters) < 1e-6
+    assert live.replay() == []
+
+
+@pytest.mark.parametrize("policy", ["hop:graph=ring", "hop:graph=ring,order=serial", BACKUP, "adpsgd:graph=complete"])
+def test_a_script_may_give_peers_unequal_numbers_of_iterations(policy: str) -> None:
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Linear(4, 1)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in range(5 + 10 * rank):
+            step(opt, model, torch.ones(2, 4))
+
+    driver, _ = driver_of(work, policy, 4, care=Care(timeout_s=30, hang_timeout_s=5))
+    run = driver.run()
+    assert run.failures == []
+    assert run.evaluated.endswith("the average of 4 peers")
+    assert run.replay() == []
+
+
+def test_who_is_done_goes_when_those_at_work_are_killed_and_is_not_given_up() -> None:
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Linear(4, 1)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        step(opt, model, torch.ones(2, 4))
+        if rank == 2:
+            time.sleep(60)
+
+    driver, said = driver_of(work, "hop:graph=ring", 3, care=Care(timeout_s=30, hang_timeout_s=1.5))
+    run = driver.run()
+    assert [line for line in said if "given up" in line] == [line for line in said if line.startswith("worker 2 has")]
+    assert run.evaluated.endswith("the average of 2 peers")
+
+
+def test_adpsgd_keeps_the_average_of_all_to_the_end() -> None:
+    """Nobody's gradient moves anything after the first step: offers and answers come in pairs, the last ones too."""
+
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        for number in range(8):
+            model.weight.grad = torch.full((1, 2), -float(rank) if number == 0 else 0.0)
+            time.sleep(0.002 * rank)
+            opt.step()
+
+    run = driver_of(work, "adpsgd:graph=complete", 4)[0].run()
+    assert torch.allclose(run.parameters["weight"], torch.full((1, 2), 1.5), atol=1e-6)
 
 
 @pytest.mark.parametrize(

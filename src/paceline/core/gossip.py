@@ -42,6 +42,9 @@ class Gossip(Machine):
         self.seed = seed
         self.view = View(0, ())
         self.incarnation = JOINING
+        self.members: dict[int, int] = {}
+        self.newest: dict[int, int] = {}
+        """The newest incarnation of each rank that was a member."""
         self.lives: dict[int, int] = {}
         """The neighbours, with their incarnations."""
         self.begun = False
@@ -49,13 +52,13 @@ class Gossip(Machine):
         self.computing = False
         self.gradient: Handle | None = None
         self.offered = NOBODY
-        """The neighbour that has not answered yet."""
+        """Who has not answered yet. It answers as long as it is a member, whether the edge is still there or not."""
         self.offers = False
         """Whether this side of the graph makes offers."""
         self.version = 0
         self.sent = 0
         self.early: list[OfferArrived] = []
-        """Offers that came before any view: this peer does not know its own incarnation yet."""
+        """Offers of those that no view here has named yet: an answer would not reach them."""
         self.asking: dict[int, int] = {}
         """Who has asked for parameters before this peer had any, or before the view named it: rank -> incarnation."""
 
@@ -65,7 +68,9 @@ class Gossip(Machine):
         if event.view.number <= self.view.number:
             return
         self.view = event.view
-        members = dict(event.view.members)
+        members_before, members = self.members, dict(event.view.members)
+        self.members = members
+        self.newest.update(members)
         if self.incarnation == JOINING:
             self.incarnation = members.get(self.rank, JOINING)
         if self.incarnation == JOINING or members.get(self.rank) != self.incarnation:
@@ -76,7 +81,7 @@ class Gossip(Machine):
         self.lives = {peer: members[peer] for peer in neighbours(self.graph, alive).ins[self.rank]}
         side = sides(self.graph, alive)
         self.offers = bool(self.lives) and (side is None or side[self.rank] == 0)
-        if self.offered != NOBODY and self.lives.get(self.offered) != before.get(self.offered):
+        if self.offered != NOBODY and members.get(self.offered) != members_before.get(self.offered):
             self.offered = NOBODY  # it will not answer: go on without
         if event.view.number == 1:
             self.begun = True
@@ -124,9 +129,9 @@ class Gossip(Machine):
     def on_offer_arrived(self, event: OfferArrived) -> None:
         handle = event.offer.handle
         sender = handle.source
-        if self.incarnation == JOINING:
+        if self.incarnation == JOINING or self.newest.get(sender, JOINING) < handle.incarnation:
             self.early.append(event)
-        elif not self.begun or self.lives.get(sender, handle.incarnation) != handle.incarnation:
+        elif not self.begun or self.members.get(sender) != handle.incarnation:
             self.decline(handle, "this peer has no parameters yet" if not self.begun else f"peer {sender} is gone")
         elif self.offered == sender:
             self.offered = NOBODY
@@ -144,7 +149,7 @@ class Gossip(Machine):
 
     def on_reply_arrived(self, event: ReplyArrived) -> None:
         reply = event.reply
-        due = self.offered == reply.peer and self.lives.get(reply.peer) == reply.incarnation
+        due = self.offered == reply.peer and self.members.get(reply.peer) == reply.incarnation
         if due and reply.iteration == self.iteration:
             self.offered = NOBODY
             if reply.handle is not None:
@@ -196,5 +201,5 @@ class Gossip(Machine):
 
     def check(self) -> None:
         require(not (self.computing and self.gradient is not None), "it computes while its gradient waits")
-        require(self.offered == NOBODY or self.offered in self.lives, f"peer {self.offered} is no neighbour")
+        require(self.offered == NOBODY or self.offered in self.members, f"peer {self.offered} is no member")
         require(self.begun or self.offered == NOBODY, "it has no parameters and offers them")

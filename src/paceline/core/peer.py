@@ -315,17 +315,30 @@ class Peer(Machine):
     def drop(self, handle: Handle, reason: str) -> None:
         self.actions.append(Drop(handle, reason))
 
+    def behind(self) -> list[int]:
+        """The neighbours that must get further before this peer does: who is done never will."""
+        if self.phase in (Phase.OUTSIDE, Phase.COMPUTING) or self.edges.awaited:
+            return []
+        if self.phase is Phase.LEAVING:
+            return self.lacking()
+        return self.queue.missing(self.wanted, self.edges.firsts)
+
+    @property
+    def wanted(self) -> int:
+        """The iteration whose updates it waits for."""
+        return self.iteration if self.phase is Phase.RECEIVING else self.target - 1
+
     def say_why(self) -> None:
         """Why it does not go on, once for each reason."""
         if self.phase in (Phase.OUTSIDE, Phase.COMPUTING):
             return
+        peers = sorted(self.edges.awaited) or self.behind()
         if self.edges.awaited:
-            peers, what = sorted(self.edges.awaited), "to say where they are"
+            what = "to say where they are"
         elif self.phase is Phase.LEAVING:
-            peers, what = self.lacking(), "to acknowledge" if self.rules.acks else f"{self.rules.max_gap} behind"
+            what = "to acknowledge" if self.rules.acks else f"{self.rules.max_gap} behind"
         else:
-            k = self.iteration if self.phase is Phase.RECEIVING else self.target - 1
-            peers, what = self.queue.missing(k, self.edges.firsts), f"for the update of iteration {k}"
+            what = f"for the update of iteration {self.wanted}"
         if what != self.waiting:
             self.waiting = what
             on = f"waits on peer{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"

@@ -181,8 +181,10 @@ class Authority:
         self.members.update(joining)
         return self._next_view()
 
-    def remove(self, rank: int) -> View:
-        self.members.pop(rank, None)
+    def remove(self, *ranks: int) -> View:
+        """The view without these; without any, the same members under a number of its own."""
+        for rank in ranks:
+            self.members.pop(rank, None)
         return self._next_view()
 
     def view(self) -> View:

@@ -103,6 +103,7 @@ class Admission:
                 driver.peers.before,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)
+            driver.peers.tell_done((described.rank, described.incarnation))
 
     def _fits(self, described: wire.Describe) -> bool:
         driver = self.driver

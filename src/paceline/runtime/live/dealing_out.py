@@ -55,11 +55,14 @@ class Decks:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.tables: dict[int, Table] = {}
+        self.view = View(0, ())
+        """The newest, without peers that are done."""
 
     def now(self) -> float:
         return time.monotonic() - self.driver.epoch_s
 
     def announce(self, view: View) -> None:
+        self.view = view
         for sampler, table in self.tables.items():
             self.carry_out(sampler, table.deck.handle(ViewChanged(self.now(), view)))
 
@@ -82,7 +85,7 @@ class Decks:
 
     def open(self, play: wire.Play) -> Table:
         table = self.tables[play.sampler] = Table(play.size, play.seed, self.resumed().get(play.sampler, 0))
-        table.deck.handle(ViewChanged(self.now(), self.driver.authority.view()))
+        table.deck.handle(ViewChanged(self.now(), self.view))
         return table
 
     def carry_out(self, sampler: int, actions: Iterable[DeckAction]) -> None:

@@ -210,8 +210,12 @@ class Driver:
                 self.decks.hear(message)
             case wire.Log():
                 self._take_log(message)
+            case wire.Leave(stays=True):
+                self.peers.take_done(message)
             case wire.Leave():
                 self.remove(message.rank, message.incarnation)
+            case wire.Without():
+                self.peers.go_without(message)
             case wire.Ready():
                 self.servers.ready(message)
             case wire.Rejected():
@@ -308,7 +312,7 @@ class Driver:
     # Telling, ending.
 
     def announce(self, view: View) -> None:
-        self.decks.announce(view)
+        self.decks.announce(self.peers.at_work(view))
         if self.scheduling is not None:
             self.scheduling.announce(view)
         if self.peers.active:

@@ -5,8 +5,8 @@ orders the next computation; what the machine orders in between (average, step, 
 calls `step`. While the script computes nobody is heard, and nobody needs to be: what neighbours send waits in their
 slots (`slots.py`) and in the socket. Only who joins, and AD-PSGD's partner, waits for this peer's next step.
 
-A view is told to the machine after everything that neighbours have said before it: a peer that ends has sent its last
-update by then, and it is averaged in.
+A view is told to the machine after everything that neighbours have said before it. A peer whose script has ended stays,
+and hears its neighbours, until a view does not name it any more (`peers.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline import policies
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
 from paceline.core.events import Event, GradientReady, ViewChanged
-from paceline.core.gossip import Gossip
+from paceline.core.gossip import NOBODY, Gossip
 from paceline.core.messages import Ack, Hello, Node, Offer, Reply, Token, Update, View
 from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy, Policy
@@ -38,7 +38,7 @@ from paceline.runtime.live.neighbours import Neighbours
 from paceline.runtime.live.peers import final_path, leave_final
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.slots import Values
+from paceline.runtime.live.slots import Process, Values
 from paceline.runtime.live.staging import is_finite
 from paceline.runtime.live.worker import IDLE_S, PATIENCE_S, LiveWorker
 from paceline.tensors import state
@@ -77,10 +77,18 @@ class LivePeer:
         self.holds_parameters = False
         self.refused = False
         """There is no gradient, or none that can be used: its step is left out, and all else is done."""
+        self.changed = False
+        """The parameters are not those that it left last."""
         self.dropped = [False]
         """Whether the last gradient was not used, as a worker with one shard has it."""
         self.aborting: Aborting | None = None
         """No policy of peers gives computations up."""
+        self.done: set[Process] = set()
+        """Members that have sent all they will ever send."""
+        self.passed_over: set[Process] = set()
+        """Those of them that this peer would not wait for."""
+        self.staying = False
+        """The script has ended; the neighbours may not be done."""
         self.stopping = False
         self.told_to_stop_s = 0.0
         self.waits = ""
@@ -152,14 +160,12 @@ class LivePeer:
 
     def leave(self, well: bool) -> None:
         """This peer ends. If all is well it leaves its parameters and buffers for the average, and says goodbye."""
-        if well and self.holds_parameters:
-            keeps = self.config.keeps_state
-            learned = state.from_torch(self.inner, self.model.tensors, self.layout) if keeps else {}
-            path = final_path(self.folder, self.rank, self.incarnation)
-            leave_final(path, self.values.fetch(), learned, self.iteration)
-            save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
         self.hands.report()
-        if well:
+        if well and self.holds_parameters:
+            save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
+            self.leave_parameters()
+            self.stay()
+        elif well:
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
         if hasattr(self, "trace"):
             self.trace.close()
@@ -167,6 +173,27 @@ class LivePeer:
             self.neighbours.close()
         self.driver.close()
         self.waiter.close()
+
+    def leave_parameters(self) -> None:
+        keeps = self.config.keeps_state
+        learned = state.from_torch(self.inner, self.model.tensors, self.layout) if keeps else {}
+        path = final_path(self.folder, self.rank, self.incarnation)
+        leave_final(path, self.values.fetch(), learned, self.iteration)
+        self.changed = False
+
+    def stay(self) -> None:
+        """Hear the neighbours until nobody needs this peer. An offer that is out is answered before it is done."""
+        self.staying = True
+        said = False
+        while self.staying and not self.driver.gone:
+            machine = self.machine
+            offers = isinstance(machine, Gossip) and machine.offered != NOBODY
+            if not said and (not offers or (self.stopping and self.gives_up())):
+                said = True
+                self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation, stays=True)))
+            self.hear(IDLE_S)
+        if self.changed:
+            self.leave_parameters()
 
     # One step.
 
@@ -218,6 +245,7 @@ class LivePeer:
     def await_order(self) -> None:
         """Return when the machine orders the next computation."""
         while self.ordered is None:
+            self.pass_over_the_done()
             self.hear(IDLE_S)
             if self.ordered is None and time.monotonic() - self.told_status_s > STATUS_S:
                 self.trace.flush()
@@ -226,6 +254,15 @@ class LivePeer:
             if self.stopping and self.gives_up():
                 raise Stopped
         self.waits = ""
+
+    def pass_over_the_done(self) -> None:
+        """If it waits for nobody but those that are done, it would wait for ever: they are to leave."""
+        behind = self.machine.behind() if isinstance(self.machine, Peer) else []
+        processes = {(rank, self.neighbours.members[rank]) for rank in behind}
+        if processes <= self.done:
+            for process in sorted(processes - self.passed_over):
+                self.driver.send(wire.encode(wire.Without(*process)))
+            self.passed_over |= processes
 
     def gives_up(self) -> bool:
         """A run that is to end does not wait long for anybody, and not at all for who has nothing to leave."""
@@ -244,7 +281,7 @@ class LivePeer:
         orders = []
         while (message := self.driver.receive()) is not None:
             orders.append(wire.decode_to_worker(message))
-        if any(isinstance(order, wire.NewView) for order in orders):
+        if any(isinstance(order, wire.NewView | wire.Done) for order in orders):
             self.neighbours.hear_all()
         for said in self.neighbours.read():
             self.tell(event_of(said, self.now()))
@@ -259,6 +296,8 @@ class LivePeer:
         match message:
             case wire.NewView(view):
                 self.see(view)
+            case wire.Done(processes):
+                self.done.update(processes)
             case wire.Stop():
                 self.stopping = True
                 self.told_to_stop_s = time.monotonic()
@@ -274,6 +313,9 @@ class LivePeer:
         self.view = view
         members = dict(view.members)
         if members.get(self.rank) != self.incarnation:
+            if self.staying:
+                self.staying = False
+                return
             raise PacelineError(f"peer {self.rank} was given up: it is no member of view {view.number} any more")
         self.neighbours.change(members)
         self.tell(ViewChanged(self.now(), view))
@@ -297,12 +339,14 @@ class LivePeer:
 
     def reduce(self, action: Reduce) -> None:
         mail = self.neighbours.mail
+        self.changed = True
         self.values.average(action.own, [mail.held[handle] for handle in action.handles], action.weights)
         self.staleness = max((max(0, action.iteration - handle.iteration) for handle in action.handles), default=0)
         for handle in action.handles:
             mail.let_go(handle)
 
     def apply(self, action: Apply) -> None:
+        self.changed = True
         if not self.refused:
             self.values.step(self.step)
             self.dropped[0] = False

@@ -1,5 +1,10 @@
 """The driver's side of a run without servers: views go to the peers, and what they leave is averaged.
 
+A peer that has done its iterations stays a member until all are done, and its process stays too: as in virtual time
+others still average what it has sent, and it answers them. Then a last view, without anybody, lets all go. If the
+script gives peers unequal numbers of iterations, one may come to wait for what a peer that is done never sends; it says
+so, and that peer leaves then. Whoever crashes leaves at once.
+
 A peer that ends well leaves its parameters in the run's folder; the model of the run is the average of those. A
 checkpoint is that average too, and what the optimizers had learned, in the mean: a run that goes on from one starts
 all peers with it.
@@ -53,6 +58,8 @@ class Peers:
         self.driver = driver
         self.holding: set[Process] = set()
         """Members that have parameters."""
+        self.done: set[Process] = set()
+        """Members that have done their iterations."""
         self.before = 0
         """Iterations of the run that this one goes on from."""
         self.bereft_s: float | None = None
@@ -92,8 +99,41 @@ class Peers:
         if view.number == 1:
             self.holding.update(view.members)
         self.holding.intersection_update(view.members)
-        for rank, incarnation in view.members:
+        for rank, incarnation in {*view.members, *self.done}:
             self.driver.tell_worker(rank, incarnation, wire.NewView(view))
+        self.done.intersection_update(view.members)
+        self._consider_ending()
+
+    def at_work(self, view: View) -> View:
+        """The view without those who are done: samples they hold are for others."""
+        return View(view.number, tuple(process for process in view.members if process not in self.done))
+
+    def take_done(self, leave: wire.Leave) -> None:
+        """A peer has done its iterations, and stays."""
+        driver, process = self.driver, (leave.rank, leave.incarnation)
+        if driver.authority.members.get(leave.rank) != leave.incarnation:
+            driver.tell_worker(*process, wire.NewView(driver.authority.view()))
+            return
+        self.done.add(process)
+        driver.decks.announce(self.at_work(driver.authority.remove()))
+        self.tell_done(*driver.authority.members.items())
+        self._consider_ending()
+
+    def tell_done(self, *to: Process) -> None:
+        """Tell these who is done."""
+        if self.done:
+            for process in to:
+                self.driver.tell_worker(*process, wire.Done(tuple(sorted(self.done))))
+
+    def go_without(self, said: wire.Without) -> None:
+        if (said.rank, said.incarnation) in self.done:
+            self.driver.remove(said.rank, said.incarnation)
+
+    def _consider_ending(self) -> None:
+        """If all that are left are done, let them go."""
+        members = self.driver.authority.members
+        if members and self.done.issuperset(members.items()):
+            self.driver.announce(self.driver.authority.remove(*list(members)))
 
     def hear(self, said: wire.PeerStatus) -> None:
         driver = self.driver

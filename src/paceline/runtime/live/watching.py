@@ -89,7 +89,8 @@ class Watchman:
             return
         members = self.driver.authority.members
         for child in self.driver.live_workers():
-            if members.get(child.rank) != child.incarnation:
+            process = (child.rank, child.incarnation)
+            if members.get(child.rank) != child.incarnation or process in self.driver.peers.done:
                 continue  # not in yet, or done: its process is only on its way out
             stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
             if stuck > limit:

@@ -8,7 +8,8 @@ server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, f
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
 
-Without servers: PeerStatus to the driver, NewView from it, and from peer to peer a Parcel of the core's messages.
+Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
+core's messages.
 """
 
 from __future__ import annotations
@@ -66,6 +67,21 @@ class Log(Struct, frozen=True, tag=True):
 
 
 class Leave(Struct, frozen=True, tag=True):
+    rank: int
+    incarnation: int
+    stays: bool = False
+    """A peer that is done, and answers its neighbours until a view does not name it any more."""
+
+
+class Done(Struct, frozen=True, tag=True):
+    """These (rank, incarnation) have done their iterations: what they have not sent by now will not come."""
+
+    processes: tuple[tuple[int, int], ...]
+
+
+class Without(Struct, frozen=True, tag=True):
+    """A peer waits for what one that is done will never send: it is to be no member any more."""
+
     rank: int
     incarnation: int
 
@@ -353,9 +369,9 @@ class Parcel(Struct, frozen=True, array_like=True):
 
 ToDriver = (
     Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask | Held
-    | Standing | Gave | Want
+    | Standing | Gave | Want | Without
 )  # fmt: skip
-ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced | NewView
+ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced | NewView | Done
 ToServer = Configure | NewView | Checkpoint | Finish | Planned | Survey | Give | Reslice | Retire
 
 encode = msgspec.msgpack.Encoder().encode
