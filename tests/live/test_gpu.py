@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.core.actions import Compute
 from paceline.runtime.live import cuda, memory
 from paceline.runtime.live.aborting import Aborting
 from paceline.runtime.live.staging import Transfer
 from paceline.tensors.layout import layout_of
+
+from .test_aborting import ITERATION, Alone
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -144,18 +144,14 @@ def test_a_pass_is_given_up_although_the_host_could_run_ahead(tmp_path: Path) ->
     run(timed)
     torch.cuda.synchronize()
     usual_s = time.monotonic() - started
-    begun: list[float] = []
-    live = SimpleNamespace(
-        folder=tmp_path, rank=0, incarnation=0, ordered=Compute(0, 0),
-        stretch=lambda started, look=None: None, begin_again=lambda: begun.append(time.monotonic()),
-    )  # fmt: skip
+    live = Alone(tmp_path)
     aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
     torch.manual_seed(3)
-    timer = threading.Timer(usual_s / 3, lambda: aborting.bell.ring(0))
+    timer = threading.Timer(usual_s / 3, lambda: aborting.bell.ring(ITERATION))
     timer.start()
     aborting.run(lambda: run(net), 0.0)
     timer.join()
-    assert len(begun) == 1
+    assert live.times_begun == 2
     for one, other in zip(net.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
     for one, other in zip(net.buffers(), expected.buffers(), strict=True):
