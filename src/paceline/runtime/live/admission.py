@@ -99,7 +99,7 @@ class Admission:
             resumed = driver.keeper is not None and driver.keeper.keeping.resume
             begin = wire.Begin(
                 driver.authority.view(), str(driver.policy), driver.epoch_s, driver.watchman.hyper,
-                driver.servers.assignment, driver.servers.lives_now, driver.reslicing.last, resumed,
+                driver.servers.assignment, driver.servers.doors_now, driver.reslicing.last, resumed,
                 driver.peers.before,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)

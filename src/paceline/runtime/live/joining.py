@@ -88,7 +88,7 @@ def introduce(worker: LiveWorker | LivePeer, model: Described, policy: Policy | 
 def start(worker: LiveWorker, begin: wire.Begin) -> None:
     """Make the machine, and return when it has the parameters of its first iteration."""
     worker.epoch_s = begin.epoch_s
-    worker.meet(begin.assignment, begin.lives)
+    worker.meet(begin.assignment, begin.doors)
     machine = policies.parse(begin.policy).machine("worker", worker.rank, worker.config.members, worker.config.seed)
     assert isinstance(machine, Worker)
     worker.machine = machine

@@ -223,7 +223,7 @@ class Reslicing:
         driver, order = self.driver, self.order
         assert order is not None
         assert self.last is not None
-        resliced = wire.Resliced(order.after, driver.servers.lives_now, self.last)
+        resliced = wire.Resliced(order.after, driver.servers.doors_now, self.last)
         for rank, incarnation in driver.authority.members.items():
             driver.tell_worker(rank, incarnation, resliced)
         now = time.monotonic()

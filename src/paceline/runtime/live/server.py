@@ -31,7 +31,7 @@ from paceline.core.events import (
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
-from paceline.runtime.live import checkpoint, wire
+from paceline.runtime.live import checkpoint, doors, wire
 from paceline.runtime.live.holding import Holding
 from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.recording import TraceFile
@@ -53,6 +53,7 @@ class LiveServer(ServerCarrier):
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
         self.listener = Listener(server_path(folder, shard, life))
         self.driver = Link(folder / "driver", b"server:%d" % shard)
+        self.door = wire.Door(life, str(folder), doors.read_nonce(folder))
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
@@ -82,7 +83,7 @@ class LiveServer(ServerCarrier):
         return time.monotonic() - self.epoch_s
 
     def run(self) -> None:
-        self.driver.send(wire.encode(wire.Ready(self.shard, configured=False)))
+        self.driver.send(wire.encode(wire.Ready(self.shard, False, self.door)))
         while not self.finished:
             ready = self.waiter.wait(self.until_timer())
             self.fire_timers()
@@ -111,6 +112,8 @@ class LiveServer(ServerCarrier):
 
     def obey(self, order: wire.ToServer) -> None:
         match order:
+            case wire.Enrol():
+                pass
             case wire.Configure():
                 self.configure(order)
             case wire.NewView():
@@ -148,7 +151,7 @@ class LiveServer(ServerCarrier):
         self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
         if self.holding.first is not None:
             self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
-        self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+        self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
 
     def give(self, order: wire.Give) -> None:
         """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
@@ -165,7 +168,7 @@ class LiveServer(ServerCarrier):
         self.segments.clear()
         self.surveying = None
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))
-        self.driver.send(wire.encode(wire.Ready(self.shard, configured=True)))
+        self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
 
     def tell_standing(self) -> None:
         """Tell the driver, while it wants to know, how everybody stands here."""

@@ -29,6 +29,8 @@ class Servers:
         self.finished: set[int] = set()
         self.lives = [0] * count
         """How often each was started anew, those that were removed included."""
+        self.doors: dict[int, wire.Door] = {}
+        """Where each is spoken to, as it said."""
         self.retired: set[tuple[int, int]] = set()
         """(shard, life) of those that were removed."""
         self.assignment: Assignment = ()
@@ -49,9 +51,9 @@ class Servers:
         return len(self.finished) == self.count
 
     @property
-    def lives_now(self) -> tuple[int, ...]:
-        """Which life each is in."""
-        return tuple(self.lives[: self.count])
+    def doors_now(self) -> tuple[wire.Door, ...]:
+        """Where each is, in its present life."""
+        return tuple(self.doors[shard] for shard in range(self.count))
 
     def start(self) -> None:
         for shard in range(self.count):
@@ -85,6 +87,7 @@ class Servers:
 
     def ready(self, ready: wire.Ready) -> None:
         driver = self.driver
+        self.doors[ready.shard] = ready.door
         if not ready.configured:
             self.there.add(ready.shard)
             if driver.begun:
@@ -97,7 +100,7 @@ class Servers:
             if driver.reslicing.phase == "taking":
                 return  # the workers are told of all servers together
             for rank, incarnation in view.members:
-                driver.tell_worker(rank, incarnation, wire.Reopened(ready.shard, self.lives[ready.shard]))
+                driver.tell_worker(rank, incarnation, wire.Reopened(ready.shard, ready.door))
 
     def ended(self, child: Child, code: int) -> None:
         """A server's process is gone: it was asked to finish, or it is restarted from the last checkpoint."""

@@ -2,7 +2,7 @@
 
 worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Held, Want, Leave; Ask, for the scheduler
 driver -> worker     Begin, Dealt, Reopened, Hold, Resliced, Refuse, Stop; Told, from the scheduler
-driver -> server     Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish; Planned, from the scheduler
+driver -> server     Enrol, Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish; the scheduler's Planned
 server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, for the scheduler
 `paceline servers` -> driver     Want; and back: Outcome
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
@@ -28,6 +28,35 @@ from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
 
 
+class Door(Struct, frozen=True):
+    """Where a server, or a peer, is spoken to, in one of its lives (`doors.py`)."""
+
+    life: int
+    folder: str = ""
+    """Its run folder, for those who are on its host; "" if it is the listener's own."""
+    nonce: str = ""
+    """What is in the file NONCE of that folder: who reads it there is on the same host."""
+    address: str = ""
+    """tcp://HOST:PORT for the others; "" in a run that does not cross hosts."""
+    key: str = ""
+    """Its public key; "" without keys."""
+
+
+class Abroad(Struct, frozen=True):
+    """How the listeners of a run that crosses hosts are to listen, and what they send."""
+
+    host: str
+    """The interface's address, or 0.0.0.0."""
+    advertise: str
+    """The address others are told; "" for `host`."""
+    ports: tuple[int, int] = (0, 0)
+    """The first and the last port that may be used; (0, 0) leaves it to the system."""
+    keys: bool = True
+    """False: anybody who reaches a port is believed (--insecure)."""
+    wire: str = "float32"
+    """How floats travel (`tensors/halves.py`)."""
+
+
 class LiveConfig(Struct, frozen=True):
     """What every process of a run is told at its start, in a file of the run's folder."""
 
@@ -43,6 +72,10 @@ class LiveConfig(Struct, frozen=True):
     """What beats the script's policy, if anything does."""
     keeps_state: bool = False
     """Peers leave their optimizer's state at the end: there will be a checkpoint."""
+    run: str = ""
+    """A name no other run has: what was said in another one is not for this one."""
+    abroad: Abroad | None = None
+    """If the run crosses hosts."""
 
 
 class Describe(Struct, frozen=True, tag=True):
@@ -118,8 +151,8 @@ class Begin(Struct, frozen=True, tag=True):
     """The hyper-parameters of the run by now, for a worker that joins."""
     assignment: Assignment
     """Which server holds which part of the parameters."""
-    lives: tuple[int, ...]
-    """How often each server was restarted."""
+    doors: tuple[Door, ...]
+    """Where each server is."""
     changed: ServersChanged | None
     """How the number of servers has changed, if it has: this worker's machine starts with that it began with."""
     resumed: bool
@@ -140,7 +173,7 @@ class Reopened(Struct, frozen=True, tag=True):
     """A server was restarted: whoever waits for its answer is to say again what it said, to its new life."""
 
     shard: int
-    life: int
+    door: Door
 
 
 class Hold(Struct, frozen=True, tag=True):
@@ -166,7 +199,7 @@ class Resliced(Struct, frozen=True, tag=True):
     """The servers are others from now on: go on with these."""
 
     assignment: Assignment
-    lives: tuple[int, ...]
+    doors: tuple[Door, ...]
     event: ServersChanged
 
 
@@ -299,6 +332,15 @@ class Ready(Struct, frozen=True, tag=True):
 
     shard: int
     configured: bool
+    door: Door
+
+
+class Enrol(Struct, frozen=True, tag=True):
+    """Whoever has this key speaks for this process of the run, and nobody else does."""
+
+    key: str
+    name: str
+    """RANK:INCARNATION"""
 
 
 class Rejected(Struct, frozen=True, tag=True):
@@ -372,7 +414,7 @@ ToDriver = (
     | Standing | Gave | Want | Without
 )  # fmt: skip
 ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced | NewView | Done
-ToServer = Configure | NewView | Checkpoint | Finish | Planned | Survey | Give | Reslice | Retire
+ToServer = Enrol | Configure | NewView | Checkpoint | Finish | Planned | Survey | Give | Reslice | Retire
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_driver = msgspec.msgpack.Decoder(ToDriver).decode

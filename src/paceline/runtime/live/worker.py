@@ -33,7 +33,7 @@ from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import NoSuchAction, Seat, WorkerCarrier
-from paceline.runtime.live import joining, wire
+from paceline.runtime.live import doors, joining, wire
 from paceline.runtime.live.aborting import Aborting
 from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.hands import Hands
@@ -42,7 +42,7 @@ from paceline.runtime.live.overlap import Overlap
 from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.segments import Segments
-from paceline.runtime.live.sockets import Link, Waiter, server_path
+from paceline.runtime.live.sockets import Link, Waiter
 from paceline.runtime.live.staging import Transfer
 from paceline.tensors import state
 from paceline.tensors.assignment import Assignment, size
@@ -71,6 +71,7 @@ class LiveWorker(WorkerCarrier):
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.servers: list[Link] = []
+        self.doors: list[wire.Door] = []
         self.outbox: dict[int, list[Push | Pull]] = {}
         self.to_scheduler: list[Pull | Notify] = []
         self.ordered: Compute | None = None
@@ -224,21 +225,27 @@ class LiveWorker(WorkerCarrier):
 
     def reslice(self, order: wire.Resliced) -> None:
         """There are other servers, or these have other parts of the parameters: go on with them."""
-        self.meet(order.assignment, order.lives)
+        self.meet(order.assignment, order.doors)
         self.hold_at = None
         self.sent_hyper = None
         self.said.clear()
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now(), since=self.held_since))
 
-    def meet(self, assignment: Assignment, lives: Sequence[int]) -> None:
+    def meet(self, assignment: Assignment, at: Sequence[wire.Door]) -> None:
         """Connect to the servers, each in its present life. What each has is by `assignment`."""
-        paths = [server_path(self.folder, shard, life) for shard, life in enumerate(lives)]
-        known = {link.path: link for link in self.servers}
-        self.servers = [known[path] if path in known else Link(path, self.name) for path in paths]
-        for path in known.keys() - set(paths):
-            known[path].close()
+        known: dict[tuple[int, wire.Door], Link] = dict(zip(enumerate(self.doors), self.servers, strict=True))
+        self.servers = [known.pop(each) if each in known else self.knock(*each) for each in enumerate(at)]
+        for link in known.values():
+            link.close()
+        self.doors = list(at)
         self.assignment = assignment
         self.slice_bytes = tuple(size(part) * self.layout.itemsize for part in assignment)
+
+    def knock(self, shard: int, door: wire.Door) -> Link:
+        """A link to this server."""
+        link = doors.knock(self.folder, (self.rank, self.incarnation), shard, door)
+        assert link is not None
+        return link
 
     def await_parameters(self) -> None:
         """Return when the machine has ordered the next iteration's computation, and settle the last one's samples."""
@@ -341,12 +348,12 @@ class LiveWorker(WorkerCarrier):
             case wire.Stop():
                 self.stopping = True
                 self.told_to_stop_s = time.monotonic()
-            case wire.Reopened(shard, life):
+            case wire.Reopened(shard, door):
                 self.sent_hyper = None
-                link, path = self.servers[shard], server_path(self.folder, shard, life)
-                if link.gone or link.path != path:
-                    link.path = path
-                    link.reopen()
+                if self.servers[shard].gone or self.doors[shard] != door:
+                    self.servers[shard].close()
+                    self.doors[shard] = door
+                    self.servers[shard] = self.knock(shard, door)
                     self.say_again(shard)
             case wire.Hold(change, at):
                 self.change, self.hold_at = change, at
