@@ -2,7 +2,7 @@
 
 worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Held, Want, Leave; Ask, for the scheduler
 driver -> worker     Begin, Dealt, Reopened, Hold, Resliced, Refuse, Stop; Told, from the scheduler
-driver -> server     Enrol, Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish; the scheduler's Planned
+driver -> server     Enrol, Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish, Planned
 server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, for the scheduler
 `paceline servers` -> driver     Want; and back: Outcome
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
