@@ -1,9 +1,9 @@
 """A host's part in a run: an agent that runs processes for the driver of another host.
 
-It has a folder of its own with the names the driver's has, and to its processes it is the driver: what they say to the
-Unix socket there it passes on, what the driver says to them it hands over, with the files that belong to it
-(`luggage.py`). It starts, watches and ends them as it is told. If the driver is silent it waits for it, and its processes
-with it; when it is dismissed, having been silent too long itself, it ends them and offers its places anew.
+It has a folder of its own with the names the driver's has, and to its processes it is the driver: what they say to
+the Unix socket there it passes on, what the driver says to them it hands over, with the files that belong to it
+(`luggage.py`). It starts, watches and ends them as it is told. If the driver is silent it waits for it, and its
+processes with it; when it is dismissed, having been silent too long itself, it ends them and offers its places anew.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from msgspec import structs
 from paceline.core.messages import Role
 from paceline.errors import RunFailed
 from paceline.runtime.live import dispatch, doors, luggage, memory, slots, wire
+from paceline.runtime.live.abroad import key_path
 from paceline.runtime.live.bell import Bell
 from paceline.runtime.live.bell import path as bell_path
 from paceline.runtime.live.children import Child, StartWorker, start_server
 from paceline.runtime.live.echo import Echo
-from paceline.runtime.live.enrolling import key_path, write_key
-from paceline.runtime.live.far import FarLink, KeyPair, make_keys
+from paceline.runtime.live.enrolling import leave_keys
+from paceline.runtime.live.far import FarLink, KeyPair
 from paceline.runtime.live.joining import BEGUN
 from paceline.runtime.live.recording import SUFFIX
 from paceline.runtime.live.sockets import Listener, Waiter
-from paceline.runtime.live.steady import Steady
+from paceline.runtime.live.steady import Frames, Steady
 
 TICK_S = 0.2
 REOPEN_S = 0.5
@@ -114,11 +115,13 @@ class Agent:
         """Offer all places, in a new conversation."""
         self.steady = Steady(secrets.token_hex(8), self._send)
         offer, name = self.offer, f"{socket.gethostname()}/{self.offer.token[:6]}"
-        arrive = dispatch.Arrive(name, offer.workers, offer.servers, offer.ranks, str(self.folder.path), time.monotonic())
+        arrive = dispatch.Arrive(
+            name, offer.workers, offer.servers, offer.ranks, str(self.folder.path), time.monotonic()
+        )
         self.steady.say(dispatch.encode(arrive))
 
-    def _send(self, message: bytes, frames: object) -> None:
-        self.link.send(message, frames)  # type: ignore[arg-type]
+    def _send(self, message: bytes, frames: Frames) -> None:
+        self.link.send(message, frames)
 
     def _welcomed(self, welcome: dispatch.Welcome) -> None:
         folder = self.folder.path
@@ -169,9 +172,7 @@ class Agent:
         silent = self.steady.silent_s
         if self.link.gone and time.monotonic() - self.reopened_s > REOPEN_S:
             self.reopened_s = time.monotonic()
-            self.waiter.unwatch(self.link)
             self.link.reopen()
-            self.waiter.watch(self.link)
         if self.link.refused and silent > DRIVER_DEAD_S:
             raise RunFailed(f"{self.offer.address} refuses this host: {self.link.refused}")
         if silent > DRIVER_DEAD_S and not anybody_listens(self.offer.address):
@@ -219,9 +220,7 @@ class Agent:
             child = start_server(folder, rank, incarnation)
         else:
             if self.config.abroad is not None and self.config.abroad.keys:
-                keys = make_keys()
-                write_key(key_path(folder, rank, incarnation), keys)
-                key = keys.public
+                key = leave_keys(folder, rank, incarnation)
             child = self.start_worker(rank, incarnation, folder)
         self.steady.say(dispatch.encode(dispatch.Started(role, rank, incarnation, key)))
         self.children[child.sentinel] = child

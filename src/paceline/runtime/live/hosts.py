@@ -1,10 +1,10 @@
 """The driver's side of a run on several hosts: their agents, and the processes they run for it.
 
 An agent offers places; the driver fills them with workers (and servers, if they are to be spread) and from then on
-treats what runs there as its own children: they are told things, heard, killed and restarted through their agent. An agent
-that says nothing for `LOST_S` is given up with all its processes: others do not wait for it any more. When it speaks
-again it is dismissed; it then ends what it still has and offers its places anew, and the workers come back as new
-incarnations. Nobody else decides who is a member (docs/decisions/0020).
+treats what runs there as its own children: they are told things, heard, killed and restarted through their agent. An
+agent that says nothing for `LOST_S` is given up with all its processes: others do not wait for it any more. When it
+speaks again it is dismissed; it then ends what it still has and offers its places anew, and the workers come back as
+new incarnations. Nobody else decides who is a member (docs/decisions/0020).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
-
-import msgspec
 
 from paceline.core.messages import Resync, Role
 from paceline.errors import PacelineError
@@ -184,7 +182,7 @@ class Hosts:
                 pass
             case dispatch.Started():
                 if message.key:
-                    driver.enrolling.enrol(message.role, message.rank, message.incarnation, message.key)
+                    driver.enrolling.enrol(message.rank, message.incarnation, message.key)
             case dispatch.Piece():
                 if not MAY_BRING.fullmatch(message.file):
                     raise PacelineError(f"an agent may not write a file {message.file!r}")
@@ -212,7 +210,11 @@ class Hosts:
             raise PacelineError(f"{said.by!r} is no process of {host}")
         message = wire.decode_to_driver(said.message)
         claimed = (getattr(message, "rank", None), getattr(message, "shard", None))
-        if not isinstance(message, wire.Without) and claimed not in ((process[1], None), (None, process[1]), (None, None)):
+        if not isinstance(message, wire.Without) and claimed not in (
+            (process[1], None),
+            (None, process[1]),
+            (None, None),
+        ):
             raise PacelineError(f"{said.by!r} spoke as another process")
         folder = self.driver.folder.path
         match message:
@@ -254,6 +256,7 @@ class Hosts:
 
     def place_server(self) -> Host | None:
         """A host that has a place for a server, the emptiest first."""
+
         def load(host: Host) -> int:
             return sum(child.role == "server" for child in host.children.values())
 

@@ -1,8 +1,8 @@
 """Files that travel with messages between hosts: who reads a message finds in its folder what it names.
 
 A host's folder is a mirror of the run's as far as its processes look. Before a message leaves a host, the files that
-were written for its reader go; they come over the same connection, so they are there first. Paths in messages are those of
-the host they are read on: `for_server` and `from_server` change them on the agent's side.
+were written for its reader go; they come over the same connection, so they are there first. Paths in messages are
+those of the host they are read on: the agent, and of checkpoints the driver, change them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def from_worker(message: wire.ToDriver, folder: Path) -> list[Path]:
         case wire.Describe(layout=layout) if layout is not None:
             return existing(folder, memory.WHOLE, memory.AVERAGE, memory.INITIAL_STATE, OTHERS)
         case wire.Leave(rank, incarnation):
-            return [*existing(folder, f"buffers-{rank}.{incarnation}"), *existing_path(final_path(folder, rank, incarnation))]
+            return [
+                *existing(folder, f"buffers-{rank}.{incarnation}"),
+                *existing_path(final_path(folder, rank, incarnation)),
+            ]
         case _:
             return []
 

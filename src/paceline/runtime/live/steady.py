@@ -1,8 +1,8 @@
-"""A conversation that survives its connection: messages are numbered, kept until the other side has heard them, said again.
+"""A conversation that survives its connection: messages are numbered, and kept until the other side has heard them.
 
 A TCP connection that breaks and comes back may have lost what was on its way. So each side says with every message how
-far it has heard the other; what is not heard although time has passed is said again, from there on, and what comes twice
-is dropped by its number. `stay` names the conversation: what belongs to an earlier one is not for this one.
+far it has heard the other; what is not heard although time has passed is said again, from there on, and what comes
+twice is dropped by its number. `stay` names the conversation: what belongs to an earlier one is not for this one.
 """
 
 from __future__ import annotations
