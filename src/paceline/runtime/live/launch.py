@@ -189,9 +189,9 @@ class Driver:
             self.stop_workers("interrupted")
         if not self.begun:
             self.admission.consider_beginning()
-        if not self.live_workers() and not self.to_start and not self.asked_to_finish:
-            if self.hosts is None or not self.hosts.may_come_back:
-                self._finish()
+        deserted = not self.live_workers() and not self.to_start
+        if deserted and not self.asked_to_finish and not (self.hosts is not None and self.hosts.may_come_back):
+            self._finish()
 
     def _ready_keeper(self) -> Keeper | None:
         """Who keeps checkpoints, if one can be made now: an order to a server that is being restarted would be lost."""
