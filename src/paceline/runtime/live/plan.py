@@ -11,6 +11,7 @@ from paceline.run import Target
 from paceline.runtime.live.children import StartWorker
 from paceline.runtime.live.keeping import Keeping
 from paceline.runtime.live.watching import Care
+from paceline.runtime.live.wire import Abroad
 from paceline.tensors.layout import EPS
 
 
@@ -27,3 +28,5 @@ class LivePlan:
     care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
     slicing: str = EPS
+    abroad: Abroad | None = None
+    """How it crosses hosts, if it may."""
