@@ -55,13 +55,13 @@ class Serve(Run):
     def plan(self, script: list[str]) -> LivePlan:
         from paceline.runtime.live.far import make_keys
         from paceline.runtime.live.hosts import Meeting
-        from paceline.runtime.live.keyring import own_address
+        from paceline.runtime.live.receiving import routable
         from paceline.runtime.live.wire import Abroad
         from paceline.tensors.halves import check_wire
 
         host, port = read_address(self.bind)
         check_wire(self.wire)
-        advertise = self.advertise or (own_address() if host in ("0.0.0.0", "*") else host)
+        advertise = self.advertise or routable(host)
         keys = None if self.insecure else make_keys()
         self.join_keys = None if self.insecure else make_keys()
         if self.insecure:

@@ -41,14 +41,14 @@ def travelling(wire: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cut(vector: Tensor, part: Ranges, longest: int, itemsize: int) -> list[Tensor]:
-    """A part of a vector in pieces that travel as one frame each: `longest` bytes at most, `itemsize` for an element."""
+    """A part of a vector in pieces that are one frame each: `longest` bytes at most, `itemsize` for an element."""
     count = max(1, longest // itemsize)
     return [piece for start, stop in part for piece in vector[start:stop].split(count)]
 
 
 def frames_of(pieces: Sequence[Tensor]) -> list[memoryview]:
     """The memory of these pieces, as it is when it is read."""
-    return [memoryview(piece.view(torch.uint8).numpy()) for piece in pieces]
+    return [piece.view(torch.uint8).numpy().data for piece in pieces]
 
 
 def check_frames(frames: Sequence[memoryview], pieces: Sequence[Tensor], dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ once; the next view goes to the shards within a millisecond, and whoever waited 
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 import time
@@ -23,11 +24,12 @@ from paceline.core.policy import Policy
 from paceline.errors import RunFailed
 from paceline.run import Point, Run, ServerChange
 from paceline.runtime.driver import Authority
-from paceline.runtime.live import memory, slots, wire
+from paceline.runtime.live import doors, memory, slots, wire
 from paceline.runtime.live.admission import Admission
 from paceline.runtime.live.children import Child, how
 from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
+from paceline.runtime.live.enrolling import Enrolling
 from paceline.runtime.live.harvest import harvest, keep_buffers
 from paceline.runtime.live.hosts import FarChild, Hosts
 from paceline.runtime.live.keeping import Keeper
@@ -61,6 +63,7 @@ class Driver:
         """By sentinel."""
         self.admission = Admission(self)
         self.servers = Servers(self, plan.members.servers)
+        self.enrolling = Enrolling(self.servers, plan.abroad is not None and plan.abroad.keys)
         self.reslicing = Reslicing(self)
         self.changes: list[ServerChange] = []
         self.peers = Peers(self)
@@ -123,8 +126,12 @@ class Driver:
             plan.slicing,
             str(plan.policy) if plan.policy is not None else None,
             self.keeper is not None,
+            secrets.token_hex(8),
+            plan.abroad,
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
+        if plan.abroad is not None:
+            doors.make_nonce(self.folder.path)
         self.listener = Listener(self.folder.path / "driver")
         self.waiter = Waiter()
         try:
@@ -206,8 +213,9 @@ class Driver:
         incarnation = self.authority.next_incarnation(rank)
         if self.hosts is not None:
             self.adopt(self.hosts.start_worker(rank, incarnation))
-        else:
-            self.adopt(self.plan.start_worker(rank, incarnation, self.folder.path))
+            return
+        self.enrolling.make(self.folder.path, rank, incarnation)
+        self.adopt(self.plan.start_worker(rank, incarnation, self.folder.path))
 
     def adopt(self, child: Child) -> None:
         self.children[child.sentinel] = child
@@ -280,6 +288,7 @@ class Driver:
             return
         self.remove(child.rank, child.incarnation)
         self.watchman.forget(child.rank)
+        self.enrolling.forget(child.rank, child.incarnation)
         memory.remove(self.folder.path, child.rank, child.incarnation)
         if code == 0:
             self.ended_well += 1

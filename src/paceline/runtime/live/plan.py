@@ -13,6 +13,7 @@ from paceline.runtime.live.children import StartWorker
 from paceline.runtime.live.hosts import Hosts, Meeting
 from paceline.runtime.live.keeping import Keeping
 from paceline.runtime.live.watching import Care
+from paceline.runtime.live.wire import Abroad
 from paceline.tensors.layout import EPS
 
 
@@ -33,3 +34,5 @@ class LivePlan:
     """Where agents of other hosts meet the driver, who then runs the workers; without one they all run here."""
     opened: Callable[[Hosts], None] = lambda hosts: None
     """Called when agents may come."""
+    abroad: Abroad | None = None
+    """How it crosses hosts, if it may."""

@@ -28,7 +28,7 @@ from paceline.core.events import PullArrived
 from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import wire
-from paceline.runtime.live.far import FRAME, FarListener, make_keys
+from paceline.runtime.live.far import FRAME, FarListener, KeyPair, make_keys
 from paceline.runtime.live.holding import Holding
 from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.sealing import seal, unseal
@@ -43,6 +43,10 @@ LINES = 3
 """How often a sender's wrong messages are told of one by one; from then on they are counted."""
 
 Process = tuple[int, int]
+
+
+class Refused(Exception):
+    """A message that is not as it must be."""
 
 
 class FarSegment(Segment):
@@ -106,7 +110,7 @@ class Receiving:
         try:
             sealed = unseal(message)
             if (sealed.run, sealed.life) != (self.run, self.server.life):
-                raise halves.WrongFrames("it was for another run, or for another life of this server")
+                raise Refused("it was for another run, or for another life of this server")
             request = wire.decode_to_shard(sealed.message)
             if isinstance(request, wire.Fetch):
                 self.hand_over(name, request)
@@ -114,25 +118,26 @@ class Receiving:
             sender = process_of(name)
             for part in request.messages:
                 if sender != sender_of(part):
-                    raise halves.WrongFrames(f"it speaks as worker {sender_of(part)}")
+                    raise Refused(f"it speaks as worker {sender_of(part)}")
             self.senders.add(sender)
             self.exchange(sender, request, frames)
-        except (*wire.BAD_MESSAGE, halves.WrongFrames) as error:
+        except (*wire.BAD_MESSAGE, halves.WrongFrames, Refused) as error:
             self.refuse(name, str(error))
 
     def exchange(self, sender: Process, request: wire.Exchange, frames: Sequence[memoryview]) -> None:
-        segment = self.server.segment(*sender)
-        assert isinstance(segment, FarSegment)
-        with_gradient = any(isinstance(part, Push) for part in request.messages) and not request.refusal
-        halves.check_frames(frames, segment.places if with_gradient else (), segment.dtype)
+        pushes = sum(isinstance(part, Push) for part in request.messages)
+        if pushes > 1:
+            raise Refused("it pushes twice")
+        segment = self.own(sender)
+        places = segment.places if pushes and not request.refusal else ()
+        halves.check_frames(frames, places, segment.dtype)
         for part in request.messages:
-            if isinstance(part, Push):
-                if part.handle.iteration > self.newest.get(sender, -1):
-                    self.newest[sender] = part.handle.iteration
-                    halves.fill(segment.places if with_gradient else (), frames, segment.dtype)
-                    self.server.take_push(part, request)
-            else:
+            if isinstance(part, Pull):
                 self.pull(sender, part)
+            elif part.handle.iteration > self.newest.get(sender, -1):
+                self.newest[sender] = part.handle.iteration
+                halves.fill(places, frames, segment.dtype)
+                self.server.take_push(part, request)
 
     def pull(self, sender: Process, pull: Pull) -> None:
         asked = (pull.iteration, pull.attempt)
@@ -146,10 +151,8 @@ class Receiving:
     def answer(self, parameters: Parameters) -> None:
         """Send the parameters that are in the worker's segment."""
         sender = (parameters.worker, parameters.incarnation)
-        segment = self.server.segment(*sender)
-        assert isinstance(segment, FarSegment)
         self.answers[sender] = parameters
-        self.send(b"%d:%d" % sender, wire.encode(parameters), segment.frames)
+        self.send(b"%d:%d" % sender, wire.encode(parameters), self.own(sender).frames)
 
     def hand_over(self, name: bytes, request: wire.Fetch) -> None:
         """The optimizer's state, as frames."""
@@ -171,8 +174,14 @@ class Receiving:
             more = "" if count < LINES else " (and what else comes of it is counted only)"
             print(f"server {self.server.shard}: refused a message of {name!r}: {reason}{more}", file=sys.stderr)
 
+    def own(self, sender: Process) -> FarSegment:
+        """The memory of a worker on another host."""
+        segment = self.server.segment(*sender)
+        assert isinstance(segment, FarSegment)
+        return segment
+
     def segment(self, sender: Process) -> FarSegment | None:
-        """Memory for this worker, if it is on another host."""
+        """New memory for this worker, if it is on another host."""
         return FarSegment(self.server.holding, self.abroad.wire) if sender in self.senders else None
 
     def forget(self, senders: set[Process]) -> None:
@@ -190,7 +199,7 @@ class Receiving:
         self.listener.close()
 
 
-def listen(file: Path, abroad: wire.Abroad, keys) -> FarListener:  # type: ignore[no-untyped-def]
+def listen(file: Path, abroad: wire.Abroad, keys: KeyPair | None) -> FarListener:
     """Where this server listened in its last life, if that is free; and remember where."""
     listener = None
     if file.exists():
@@ -223,7 +232,7 @@ def process_of(name: bytes) -> Process:
     try:
         return int(rank), int(incarnation)
     except ValueError:
-        raise halves.WrongFrames("its name is no worker's") from None
+        raise Refused("its name is no worker's") from None
 
 
 def sender_of(message: Push | Pull) -> Process:

@@ -105,6 +105,7 @@ class Servers:
         self.doors[ready.shard] = ready.door
         if not ready.configured:
             self.there.add(ready.shard)
+            driver.enrolling.tell(ready.shard)
             if driver.begun:
                 self._configure(ready.shard)
             return
