@@ -85,8 +85,8 @@ OF_LISTENERS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 OF_CALLERS = sum(HAPPENINGS)
 REASONS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "does not know this key",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "wants keys and there are none, or has none itself",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke off: its key may be another one, or it is busy",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "broke off: it may have another key, or keys where we have none, or be busy",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broke off: it may have another key, or keys where we have none, or be busy",
     zmq.EVENT_CLOSED: "cannot be reached",
 }
 """Why a caller was not let in."""
@@ -149,6 +149,7 @@ class Post:
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
         self.zap: zmq.Socket[bytes] | None = None
+        self.listens = False
         self.opened = 0
         """Sockets, so far."""
 
@@ -165,6 +166,7 @@ class Post:
         else:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        self.listens = True
         return bind(router, host, ports)
 
     def call(self, address: str, name: bytes, server_key: str) -> None:
@@ -241,7 +243,7 @@ class Post:
         except zmq.Again:
             return None
         route = b""
-        if self.socket.socket_type == zmq.ROUTER:
+        if self.listens:
             route = part.bytes
             part = self.socket.recv(copy=False)
         parts, size, most, whole = [part], len(part), largest // FRAME + SPARE, len(part) <= largest
