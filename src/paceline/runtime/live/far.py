@@ -70,6 +70,18 @@ def make_keys() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
+def public_of(secret: str) -> str:
+    return zmq.curve_public(secret.encode()).decode()
+
+
+def is_key(text: str) -> bool:
+    """Whether this is the text of 32 bytes."""
+    try:
+        return len(text) == 40 and z85.encode(z85.decode(text)).decode() == text
+    except (ValueError, KeyError, struct.error):
+        return False
+
+
 class Peer(Struct, frozen=True):
     """A named process, by one connection of it."""
 
