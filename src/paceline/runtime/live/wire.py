@@ -56,6 +56,8 @@ class Abroad(Struct, frozen=True):
     """False: anybody who reaches a port is believed (--insecure)."""
     wire: str = "float32"
     """How floats travel (`tensors/halves.py`)."""
+    near: bool = True
+    """Who is on a server's host uses shared memory; False: the network too, so that it can be measured."""
 
 
 class LiveConfig(Struct, frozen=True):
