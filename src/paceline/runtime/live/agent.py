@@ -208,6 +208,7 @@ class Agent:
                 self._arrive()
             case dispatch.Over():
                 self.over = message
+                self.steady.mention(dispatch.encode(dispatch.Ping()))  # so that the driver knows
             case _:
                 assert_never(message)
 

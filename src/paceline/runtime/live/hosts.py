@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LOST_S = 2.5
 LAST_WORDS_S = 10.0
 """How long the driver waits at the end for what the processes of other hosts have left."""
+GOODBYE_S = 2.0
+"""How long it waits until agents have heard that the run is over."""
 JOIN = b"join"
 """Who speaks with the run's own key: somebody who wants to be known by one of his own."""
 MAY_BRING = re.compile(
@@ -340,4 +342,8 @@ class Hosts:
         code = 0 if self.driver.done() and not self.driver.failures else 1
         for host in self.hosts.values():
             host.say(dispatch.Over("it has ended" if not code else "it has failed", code))
+        until = time.monotonic() + GOODBYE_S
+        while any(host.steady.unheard for host in self.hosts.values()) and time.monotonic() < until:
+            self.driver.waiter.wait(0.02)
+            self.hear()
         self.listener.close()
