@@ -211,7 +211,10 @@ class Run:
         policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
         if not isinstance(policy, PeerPolicy):
             return None
-        graph = policy.topology(workers)
+        try:
+            graph = policy.topology(workers)
+        except ConfigError:  # it was in a file that is gone
+            return peers_view(self.trace, self.consensus, None, None)
         away = distances(graph)
         bound = max((policy.most_ahead(away[i][j], away[j][i]) for i in away for j in away if i != j), default=0.0)
         max_gap = getattr(policy, "max_gap", None)

@@ -25,6 +25,7 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline import serverless
 from paceline.core.messages import Members, View
 from paceline.core.policy import PeerPolicy
 from paceline.errors import RunFailed
@@ -72,7 +73,12 @@ class Peers:
 
     def prepare(self) -> None:
         """The policy is known, and has no servers: what was started for one that has is let go."""
-        driver = self.driver
+        driver, plan, policy = self.driver, self.driver.plan, self.driver.policy
+        assert isinstance(policy, PeerPolicy)
+        serverless.refuse_servers(policy, plan.servers_asked, plan.slicing)
+        serverless.check_live_scenario(policy, plan.cluster, driver.members)
+        if warning := serverless.warning_of(policy, driver.members.workers):
+            driver.say(f"warning: {warning}")
         for child in [child for child in driver.children.values() if child.role == "server"]:
             del driver.children[child.sentinel]
             driver.waiter.forget(child.sentinel)
@@ -81,9 +87,9 @@ class Peers:
         driver.members = Members(driver.members.workers, 0)
         driver.servers = Servers(driver, 0)
         keeper = driver.keeper
-        if keeper is None or driver.policy is None:
+        if keeper is None:
             return
-        keeper.keeping.check(driver.policy)
+        keeper.keeping.check(policy)
         if keeper.keeping.resume and keeper.last is not None:
             self._resume(keeper.last)
 

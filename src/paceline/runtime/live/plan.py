@@ -27,3 +27,5 @@ class LivePlan:
     care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
     slicing: str = EPS
+    servers_asked: int | None = None
+    """How many servers somebody has asked for: too many, if the script's policy has none."""
