@@ -114,7 +114,7 @@ class Run:
     evaluated: str = ON_SERVERS
     """Which parameters history and model are of."""
     consensus: list[tuple[float, float]] = field(default_factory=list)
-    """Without servers: when, and how far the peers' parameters were from their average, in the mean."""
+    """Without servers: when, and how far peers' parameters were from their average, in the mean. Live: at the end."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -181,6 +181,7 @@ class Run:
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             **({"diverged": True} if self.diverged else {}),
             "evaluated": self.evaluated,
+            **({"distance": _finite(self.consensus[-1][1])} if self.consensus else {}),
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),

@@ -9,7 +9,6 @@ from typing import Any
 from paceline.core.topology import Edge
 from paceline.errors import ConfigError
 
-
 NOT_IN_TEXT = re.compile(r"[,()]|\+(?=\s*[A-Za-z_./~])|@\s*\d|^\s|\s$")
 """What a path cannot have in it: there it would end a policy's parameter, or the policy."""
 

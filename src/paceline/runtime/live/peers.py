@@ -52,6 +52,8 @@ class Final(Struct):
     learned: State
     iteration: int
     count: int
+    distance: float
+    """How far the peers were from it, in the mean."""
 
 
 class Peers:
@@ -222,4 +224,5 @@ def average(left: list[Mapping[str, Tensor]], layout: Layout) -> Final:
         counts = name.removeprefix(LEARNED) in (*SCALARS, THERE)
         learned[name.removeprefix(LEARNED)] = have.amax(0) if counts else have.mean(0)
     iteration = max(int(each[ITERATION].item()) for each in left)
-    return Final(values, learned, iteration, len(left))
+    apart = sum(float(torch.linalg.vector_norm(each[VALUES] - values)) for each in left) / len(left)
+    return Final(values, learned, iteration, len(left), apart)
