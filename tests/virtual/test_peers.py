@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from paceline import cli, policies, simulate
-from paceline.cluster import Cluster, Fault, from_table
+from paceline.api import Job
+from paceline.cluster import Cluster, Fault, Link, from_table
 from paceline.core.actions import Compute, Reduce
 from paceline.errors import ConfigError
 from paceline.report.peers import apartness
 from paceline.run import Run
 from paceline.runtime.virtual.network import Network
+from paceline.runtime.virtual.peers import PeerSimulation
+from paceline.runtime.virtual.simulation import Plan
 from tests.reference import largest_difference
 
 CHURN = (
@@ -95,6 +98,40 @@ def test_whoever_joins_begins_with_its_neighbours_parameters() -> None:
     assert average.own == 0
     assert average.iteration > 30
     assert run.history[-1].loss == pytest.approx(calm.history[-1].loss, rel=0.2)
+
+
+@pytest.mark.parametrize("policy", ["adpsgd:graph=complete", "hop:graph=complete,backup=1,max_gap=4"])
+def test_whoever_joins_counts_in_the_average_once_it_has_parameters(policy: str) -> None:
+    """Its link is slow: while its first parameters travel, what is evaluated is of the others alone."""
+    cluster = Cluster(
+        faults=(Fault("crash", 2, at_s=3.0), Fault("join", 2, at_s=5.0)),
+        links=(Link((2,), latency_s=0.6),),
+    )
+    job = Job("quadratic", policy, 4, 1, cluster, 80, None, None, None, 0)
+    counted: list[tuple[float, int, bool]] = []
+
+    class Watched(PeerSimulation):
+        def evaluate(self) -> None:
+            joiner = self.workers.get(2)
+            if joiner is not None and joiner.incarnation == 1:
+                mean = torch.stack([peer.values for peer in self.workers.values() if peer.begun]).mean(0)
+                super().evaluate()
+                assert torch.allclose(self.flat, mean)
+                counted.append((self.engine.now, len(self.holders()), joiner.begun))
+            else:
+                super().evaluate()
+
+    plan = Plan(
+        policy=job.policy, workload=job.workload, cluster=cluster, members=job.members, optimizer=job.optimizer,
+        seed=0, iterations=80, target=None, batch=job.batch, dtype=torch.float32,
+    )  # fmt: skip
+    run = Watched(plan).run()
+    without = [at for at, holders, begun in counted if not begun]
+    assert without, "evaluated between its coming and its first parameters"
+    assert {holders for _, holders, begun in counted if not begun} == {3}
+    assert {holders for _, holders, begun in counted if begun} == {4}
+    losses = [point.loss or 0.0 for point in run.history if 4.0 < point.time_s <= max(without)]
+    assert max(losses) < 2 * losses[0], "the model of the beginning is in none of them"
 
 
 def test_when_a_peer_goes_those_it_joined_are_joined() -> None:
