@@ -20,8 +20,8 @@ from paceline.testing import MachineFactory, play
 POLICIES = [
     "bsp", "asp:staleness_weighted=true", "ssp:staleness=2,lazy=true", "backup:extra=1", "dssp:low=1,high=4",
     "pssp:staleness=1,significance=true,lazy=true", "deadline:quantile=0.1,factor=1,least=0.3",
-    "asp@0,ssp:staleness=1@3,backup:extra=1@6,asp@8", "deadline+asp+pssp:staleness=1", "scheduled:base=ssp(staleness=2)",
-    "elastic:lookahead=3", "specsync:base=asp,abort_time=1,abort_rate=0.5",
+    "asp@0,ssp:staleness=1@3,backup:extra=1@6,asp@8", "deadline+asp+pssp:staleness=1",
+    "scheduled:base=ssp(staleness=2)", "elastic:lookahead=3", "specsync:base=asp,abort_time=1,abort_rate=0.5",
 ]  # fmt: skip
 
 

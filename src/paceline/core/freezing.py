@@ -9,7 +9,8 @@ into the objects that the fresh machine has in those places, so no class is look
 can be made that was not there. Policies are not written: they are frozen, and the fresh machine has its own. The order
 of dicts is kept, for the order in which workers came may matter.
 
-A gate of a user's own that remembers something else (a `random.Random`, an array) cannot be frozen: `CannotFreeze`.
+A gate of a user's own that remembers something else (a `random.Random`, an array, an object of its own) cannot be
+frozen: `CannotFreeze`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 import msgspec
 
 from paceline.core import messages
+from paceline.core.gate import Gate
 from paceline.core.policy import Policy
+from paceline.core.progress import Progress
 from paceline.core.shard import Shard
 
 PLAIN = (type(None), bool, int, float, str, bytes)
@@ -71,7 +74,7 @@ def _freeze(value: Any, where: str) -> Any:
         return ["message", kind.__name__, [_freeze(each, where) for each in fields]]
     if isinstance(value, Policy):
         return ["policy"]
-    if hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "random", "numpy"):
+    if isinstance(value, Gate | Progress):
         return _freeze_object(value, where)
     raise CannotFreeze(f"{where} is a {kind.__qualname__}, which cannot be written down")
 
