@@ -66,13 +66,14 @@ class Run(Outputs):
     """Give up after so many seconds."""
 
     def main(self, script: list[str], resume: Path | None = None) -> int:
+        check_script(script, "run")
+        return self.run(script, resume)
+
+    def run(self, script: list[str], resume: Path | None) -> int:
+        """Do the run, and tell what came of it."""
         from paceline.runtime.live.launch import Driver
 
         self.check()
-        if not script:
-            raise ConfigError("name a script: paceline run [options] SCRIPT.py [arguments]")
-        if not Path(script[0]).is_file():
-            raise ConfigError(f"there is no script {script[0]!r}")
         plan = self.plan(script)
         self.check_keeping(plan)
         folder = resume or self.make_folder(script[0])
@@ -148,6 +149,13 @@ class Run(Outputs):
             raise ConfigError(f"--dir {self.dir} holds a run already: paceline resume {self.dir} goes on with it")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def check_script(script: list[str], command: str) -> None:
+    if not script:
+        raise ConfigError(f"name a script: paceline {command} [options] SCRIPT.py [arguments]")
+    if not Path(script[0]).is_file():
+        raise ConfigError(f"there is no script {script[0]!r}")
 
 
 @dataclass(kw_only=True)

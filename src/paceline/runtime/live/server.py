@@ -34,6 +34,7 @@ from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, doors, wire
 from paceline.runtime.live.holding import Holding
 from paceline.runtime.live.mapped import Segment
+from paceline.runtime.live.receiving import FarSegment, Receiving, sender_of
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors.optimizers import Hyper
@@ -53,7 +54,12 @@ class LiveServer(ServerCarrier):
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
         self.listener = Listener(server_path(folder, shard, life))
         self.driver = Link(folder / "driver", b"server:%d" % shard)
+        self.receiving = Receiving(self, self.config.abroad) if self.config.abroad is not None else None
+        """From workers on other hosts, if there may be any."""
         self.door = wire.Door(life, str(folder), doors.read_nonce(folder))
+        if self.receiving is not None:
+            door = self.door
+            self.door = wire.Door(life, door.folder, door.nonce, self.receiving.address, self.receiving.key)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
@@ -94,12 +100,16 @@ class LiveServer(ServerCarrier):
                 self.obey(wire.decode_to_server(order))
             while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
+            if self.receiving is not None and self.receiving.listener in ready:
+                self.receiving.hear()
             self.let_go()
             self.tell_status()
             self.tell_standing()
         self.trace.close()
         self.driver.close()
         self.listener.close()
+        if self.receiving is not None:
+            self.receiving.close()
         self.waiter.close()
 
     def until_timer(self) -> float:
@@ -113,14 +123,19 @@ class LiveServer(ServerCarrier):
     def obey(self, order: wire.ToServer) -> None:
         match order:
             case wire.Enrol():
-                pass
+                if self.receiving is not None:
+                    self.receiving.enrol(order)
             case wire.Configure():
                 self.configure(order)
             case wire.NewView():
                 if self.listener.waiter is None:
                     # Only now: what workers said before, to a server that was not restored yet, waits until we are.
                     self.waiter.watch(self.listener)
-                self.alive = set(order.view.members)
+                    if self.receiving is not None:
+                        self.waiter.watch(self.receiving.listener)
+                left, self.alive = self.alive, set(order.view.members)
+                if self.receiving is not None:
+                    self.receiving.forget(left - self.alive)
                 self.seat.tell(ViewChanged(self.now(), order.view))
                 self.adopt_hyper()
             case wire.Checkpoint():
@@ -268,7 +283,11 @@ class LiveServer(ServerCarrier):
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
         if segment is None:
-            segment = self.segments[worker, incarnation] = self.holding.segment(worker, incarnation)
+            if self.receiving is not None:
+                segment = self.receiving.segment((worker, incarnation))
+            if segment is None:
+                segment = self.holding.segment(worker, incarnation)
+            self.segments[worker, incarnation] = segment
         return segment
 
     def apply(self, action: Apply) -> None:
@@ -320,6 +339,9 @@ class LiveServer(ServerCarrier):
         if segment.holds != parameters.version:
             segment.fill(self.holding.optimizer.values)
             segment.holds = parameters.version
+        if isinstance(segment, FarSegment) and self.receiving is not None:
+            self.receiving.answer(parameters)
+            return
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.
         self.listener.send(peer, wire.encode(parameters))
@@ -334,13 +356,6 @@ class LiveServer(ServerCarrier):
 
     def set_timer(self, action: SetTimer) -> None:
         heappush(self.timers, (self.now() + action.after_s, action.timer))
-
-
-def sender_of(message: Push | Pull) -> tuple[int, int]:
-    """Worker and incarnation."""
-    if isinstance(message, Push):
-        return message.handle.source, message.handle.incarnation
-    return message.worker, message.incarnation
 
 
 def serve(folder: Path, shard: int, life: int) -> int:

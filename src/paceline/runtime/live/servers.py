@@ -33,6 +33,8 @@ class Servers:
         """Where each is spoken to, as it said."""
         self.retired: set[tuple[int, int]] = set()
         """(shard, life) of those that were removed."""
+        self.homeless: set[int] = set()
+        """To be started when a host has a place for them."""
         self.assignment: Assignment = ()
         """Which has which part of the parameters."""
 
@@ -56,11 +58,24 @@ class Servers:
         return tuple(self.doors[shard] for shard in range(self.count))
 
     def start(self) -> None:
+        """Start all, or, if they are to run on other hosts that are not there yet, note that they are to be."""
         for shard in range(self.count):
             self._start(shard)
 
     def _start(self, shard: int) -> None:
-        self.driver.adopt(start_server(self.driver.folder.path, shard, self.lives[shard]))
+        hosts = self.driver.hosts
+        if hosts is None or not hosts.meeting.spread:
+            self.driver.adopt(start_server(self.driver.folder.path, shard, self.lives[shard]))
+        elif (host := hosts.place_server()) is not None:
+            self.driver.adopt(hosts.start(host, "server", shard, self.lives[shard]))
+        else:
+            self.homeless.add(shard)
+
+    def tick(self) -> None:
+        """Start those that found no place, if there is one now."""
+        for shard in sorted(self.homeless):
+            self.homeless.discard(shard)
+            self._start(shard)
 
     def configure(self, layout: Layout) -> None:
         """Tell all what they are to hold, at the beginning."""
@@ -90,6 +105,7 @@ class Servers:
         self.doors[ready.shard] = ready.door
         if not ready.configured:
             self.there.add(ready.shard)
+            driver.enrolling.tell(ready.shard)
             if driver.begun:
                 self._configure(ready.shard)
             return
@@ -159,4 +175,8 @@ class Servers:
             self.tell(shard, message)
 
     def tell(self, shard: int, message: wire.ToServer) -> None:
-        self.driver.listener.send(b"server:%d" % shard, wire.encode(message))
+        driver = self.driver
+        if driver.hosts is not None and (host := driver.hosts.of("server", shard)) is not None:
+            driver.hosts.tell_server(host, shard, message)
+        else:
+            driver.listener.send(b"server:%d" % shard, wire.encode(message))

@@ -7,6 +7,7 @@ server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, f
 `paceline servers` -> driver     Want; and back: Outcome
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
+Between hosts these are in a Sealed (`sealing.py`), with gradients and parameters as frames behind it.
 
 Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
 core's messages.
