@@ -47,8 +47,8 @@ from paceline.core.policy import CentralPolicy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record
-from paceline.core.worker import Worker
 from paceline.core.words import Process, asker, in_words, name
+from paceline.core.worker import Worker
 from paceline.testing.ledger import Ledger
 from paceline.testing.story import PolicyBroken, Story
 

@@ -234,4 +234,4 @@ def read_snapshot(path: Path) -> tuple[Meta, Tensor, State]:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a flat tensor, where they are."""
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return memoryview(tensor.view(torch.uint8).numpy().data)

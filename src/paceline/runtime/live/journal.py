@@ -26,12 +26,14 @@ from torch import Tensor
 from paceline.core.actions import Action, Answer, Apply, Send
 from paceline.core.events import Event, PushArrived
 from paceline.core.freezing import CannotFreeze, freeze
-from paceline.core.messages import Handle
+from paceline.core.messages import Handle, Node
+from paceline.core.shard import Shard
 from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat
 from paceline.runtime.live import durable, wire
 from paceline.runtime.live.durable import Kept, Log, Logged, Meta, Rated, raw
-from paceline.runtime.live.replaying import Rebuilt, rebuild
+from paceline.runtime.live.holding import Holding, threads_of
+from paceline.runtime.live.replaying import rebuild
 from paceline.tensors.optimizers import AVERAGE, Hyper
 
 if TYPE_CHECKING:
@@ -41,7 +43,10 @@ if TYPE_CHECKING:
 class JournalSeat(Seat):
     """A seat at which everything is written down first."""
 
-    journal: Journal
+    def __init__(self, journal: Journal, machine: Shard) -> None:
+        server = journal.server
+        super().__init__(Node("server", server.shard), journal.life, machine, server, server.trace.write)
+        self.journal = journal
 
     def tell(self, event: Event) -> None:
         actions = self.machine.handle(event)
@@ -57,6 +62,8 @@ class Journal:
         self.server = server
         self.how = order.durable
         self.folder = Path(order.folder)
+        self.recovers = order.recover
+        """An earlier life of the server has begun this log."""
         self.open = False
         self.life = server.life
         """In which the machine began."""
@@ -71,17 +78,26 @@ class Journal:
         self.seconds = 0.0
         self.began_s = time.monotonic()
 
-    def rebuild(self, threads: int) -> Rebuilt:
-        """What the life before this one knew; the log goes on where it ended."""
+    def bring_back(self, order: wire.Configure) -> None:
+        """Have the server know everything the life before this one knew; the log goes on where that ended."""
         self._lock()
-        rebuilt = rebuild(self.folder, threads)
+        rebuilt = rebuild(self.folder, threads_of(len(order.assignment)))
         self.segment, self.told, self.life = rebuilt.segment, rebuilt.told, rebuilt.meta.life
         self.log = Log(durable.log_path(self.folder, self.segment), rebuilt.end)
         self.events = len(rebuilt.records)
         self.open = True
-        return rebuilt
+        server = self.server
+        server.holding = Holding(server.folder, server.shard, order, rebuilt)
+        server.kept, server.timers, server.waits = rebuilt.kept, rebuilt.timers, rebuilt.waits
+        server.machine = rebuilt.machine
+        server.seat = JournalSeat(self, rebuilt.machine)
+        traced = server.trace.follow(self.life) - rebuilt.meta.told
+        for record in rebuilt.records[max(traced, 0) :]:
+            server.trace.write(record)
+        if rebuilt.rise is not None:
+            server.driver.send(wire.encode(wire.Ask(rebuilt.rise)))
 
-    def begin(self) -> None:
+    def begin(self, machine: Shard) -> JournalSeat:
         """A machine that has been told nothing yet begins: its first snapshot, and an empty log."""
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -93,6 +109,7 @@ class Journal:
             self.open = True
         except (OSError, SafetensorError) as error:
             self.give_up(error)
+        return JournalSeat(self, machine)
 
     def _lock(self) -> None:
         """One writer at a time: the kernel lets go of it with the process."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError, RunFailed
 from paceline.runtime.live import checkpoint, durable, wire
@@ -62,7 +64,9 @@ class Lasting:
     def take(self, message: wire.Undurable) -> None:
         """A server cannot log, or cannot make its log shorter."""
         if not message.lost:
-            why = f"WARNING: server {message.shard} cannot shorten its log ({message.error}): it grows; training goes on"
+            why = (
+                f"WARNING: server {message.shard} cannot shorten its log ({message.error}): it grows; training goes on"
+            )
             self.driver.say(why)
             return
         self.covered.discard(message.shard)
@@ -76,7 +80,9 @@ class Lasting:
         if server.rank not in self.covered or not (self.driver.begun or self.driver.asked_to_finish):
             return False
         if code > 0 and server.incarnation and server.rank not in self.driver.servers.configured:
-            raise RunFailed(f"{server} cannot be brought back from its log in {self.folder / durable.FOLDER}: see above")
+            raise RunFailed(
+                f"{server} cannot be brought back from its log in {self.folder / durable.FOLDER}: see above"
+            )
         return True
 
     def finished(self, cost: wire.Cost | None) -> None:
@@ -108,6 +114,22 @@ def replay(run: Path) -> list[Rebuilt]:
         return [rebuild(folder) for folder in folders]
     finally:
         torch.set_num_threads(threads)
+
+
+def joined(rebuilt: list[Rebuilt]) -> dict[str, Tensor]:
+    """The model's parameters, from all servers."""
+    meta = rebuilt[0].meta
+    whole = meta.layout.empty()
+    for part, server in zip(meta.assignment, rebuilt, strict=True):
+        for (start, stop), values in zip(part, server.optimizer.values.split([b - a for a, b in part]), strict=True):
+            whole[start:stop] = values
+    return meta.layout.named(whole)
+
+
+def compare(rebuilt: list[Rebuilt], model: Path) -> list[str]:
+    """The parameters that are not bit for bit what is in this file."""
+    there = load_file(model)
+    return [name for name, value in joined(rebuilt).items() if name not in there or not torch.equal(there[name], value)]
 
 
 def salvage(run: Path) -> Path | None:

@@ -53,7 +53,7 @@ class Rebuilt:
         """Gradients that are not used yet."""
         self.timers: list[tuple[float, int]] = list(meta.timers)
         heapify(self.timers)
-        self.waits = {worker: "" for worker in machine.waiting}
+        self.waits = dict.fromkeys(machine.waiting, "")
         self.rise: Rise | None = None
         """What the scheduler was told last."""
         self.told = meta.told

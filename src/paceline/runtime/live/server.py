@@ -33,8 +33,8 @@ from paceline.core.messages import Handle, Node, Pull, Push, Rise
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, doors, wire
-from paceline.runtime.live.holding import Holding, threads_of
-from paceline.runtime.live.journal import Journal, JournalSeat
+from paceline.runtime.live.holding import Holding
+from paceline.runtime.live.journal import Journal
 from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.receiving import FarSegment, Receiving, sender_of
 from paceline.runtime.live.recording import TraceFile
@@ -167,8 +167,8 @@ class LiveServer(ServerCarrier):
         self.policy = order.policy
         if order.journal is not None:
             self.journal = Journal(self, order.journal)
-        if self.journal is not None and order.journal is not None and order.journal.recover:
-            self.recover(order, self.journal)
+        if self.journal is not None and self.journal.recovers:
+            self.journal.bring_back(order)
         else:
             self.begin(order)
         self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
@@ -176,36 +176,16 @@ class LiveServer(ServerCarrier):
     def begin(self, order: wire.Configure) -> None:
         """With a machine that has been told nothing."""
         self.holding = Holding(self.folder, self.shard, order)
-        machine = policies.parse(order.policy).machine(
-            "server", self.shard, self.config.members, self.config.seed
-        )
+        policy = policies.parse(order.policy)
+        machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
-        self.sit(machine, self.life)
+        self.machine = machine
         if self.journal is not None:
-            self.journal.begin()
+            self.seat = self.journal.begin(machine)
+        else:
+            self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
         if self.holding.first is not None:
             self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
-
-    def recover(self, order: wire.Configure, journal: Journal) -> None:
-        """With everything the last life knew."""
-        rebuilt = journal.rebuild(threads_of(len(order.assignment)))
-        self.holding = Holding(self.folder, self.shard, order, rebuilt)
-        self.kept, self.timers, self.waits = rebuilt.kept, rebuilt.timers, rebuilt.waits
-        self.sit(rebuilt.machine, journal.life)
-        traced = self.trace.follow(journal.life) - rebuilt.meta.told
-        for record in rebuilt.records[max(traced, 0) :]:
-            self.trace.write(record)
-        if rebuilt.rise is not None:
-            self.driver.send(wire.encode(wire.Ask(rebuilt.rise)))
-
-    def sit(self, machine: Shard, life: int) -> None:
-        self.machine = machine
-        node = Node("server", self.shard)
-        if self.journal is not None:
-            self.seat = JournalSeat(node, life, machine, self, self.trace.write)
-            self.seat.journal = self.journal
-        else:
-            self.seat = Seat(node, life, machine, self, self.trace.write)
 
     def give(self, order: wire.Give) -> None:
         """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
