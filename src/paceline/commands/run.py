@@ -189,17 +189,22 @@ class Resume:
         folder = Path(self.dir)
         config = rundir.read_config(folder)
         script = [str(config.get("script")), *config.get("arguments", [])]
+        kind: type[Run] = Run
+        if "bind" in config:  # its workers come from other machines
+            from paceline.commands.hosts import Serve
+
+            kind = Serve
         self.bring_back(folder)
         given: dict[str, Any] = {
             field.name: config[field.name]
-            for field in fields(Run)
+            for field in fields(kind)
             if field.name in config and field.name not in NOT_RESUMED
         }
         given["servers"] = self.last_servers(folder, given["servers"])
         for name in ("workers", "servers"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
-        return Run(**given).main(script, resume=folder)
+        return kind(**given).main(script if kind is Run else [], resume=folder)
 
     def bring_back(self, folder: Path) -> None:
         """Make a checkpoint of the logs of a durable run that did not end."""
