@@ -54,6 +54,7 @@ class Slot:
 
     def __init__(self, buffer: mmap.mmap, layout: Layout, readers: int) -> None:
         self.values = torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)
+        self.views = layout.views(self.values)
         self.parts = self.values.split(PART)
         begin = words_offset(layout)
         self.words = memoryview(buffer)[begin : begin + WORD_BYTES * readers].cast("q")
@@ -154,11 +155,15 @@ class Values:
         self.current = True
         """The slot holds what the model does."""
         self.number = shelf.find_free(None)
-        self.views = shelf.layout.views(self.slot.values)
 
     @property
     def slot(self) -> Slot:
         return self.shelf.slots[self.number]
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The model's tensors in the slot."""
+        return self.slot.views
 
     def load(self) -> None:
         """Have the model hold what is in the slot, and on the CPU be the slot."""
@@ -176,7 +181,7 @@ class Values:
         """The parameters as they are now."""
         if not self.current:
             if not self.shelf.is_free(self.number):
-                self._move(self.shelf.find_free(self.number))
+                self.number = self.shelf.find_free(self.number)
             flatten(self.tensors, self.views)
             self.current = True
         return self.slot.values
@@ -193,7 +198,7 @@ class Values:
         """Leave a slot that others may read: the parameters go on in another one."""
         if not self.shelf.is_free(self.number):
             before = self.slot
-            self._move(self.shelf.find_free(self.number))
+            self.number = self.shelf.find_free(self.number)
             self.slot.values.copy_(before.values)
             if self.in_place:
                 self.load()
@@ -216,7 +221,8 @@ class Values:
         if not steps:
             return
         source = self.slot.parts
-        self._move(self.shelf.find_free(self.number))
+        if not self.shelf.is_free(self.number):  # all may have read it by now: then it is averaged where it lies
+            self.number = self.shelf.find_free(self.number)
         for index, part in enumerate(self.slot.parts):
             mixed = source[index]
             for parts, share in steps:
@@ -226,7 +232,3 @@ class Values:
                     torch.lerp(mixed, parts[index], share, out=part)
                 mixed = part
         self.load()
-
-    def _move(self, number: int) -> None:
-        self.number = number
-        self.views = self.shelf.layout.views(self.slot.values)
