@@ -2,7 +2,8 @@
 
 A peer's parameters lie in one of its slots. To send them it tells neighbours the number of the slot; all read the same
 memory, at the moment they average, and nothing is copied on either side. From then on the slot is lent and must not
-be written to: the average of an iteration goes into another one, and the model's tensors are views of that one then.
+be written to: the average of an iteration goes into another one, and the model's tensors are views of that one then,
+unless all who were sent the parameters have read them by now.
 A slot is a file of its own in the run's folder: the vector, and behind it a word for each reader. Whoever has used the
 parameters, or will not, writes their serial number into its word; who is no member any more reads nothing. So a slot is
 free again without a message, and nobody ever waits for one: if all are in use there is one more. With tokens a reader
