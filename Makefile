@@ -29,7 +29,7 @@ demo: setup
 	@echo "next:    $(BIN)/paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py"
 
 # Tests that look for what processes leave behind have the machine to themselves; the others run two at a time.
-WATCHFUL := tests/live tests/front/test_front_door.py
+WATCHFUL := tests/live tests/hosts tests/front/test_front_door.py
 
 test: setup
 	$(BIN)/lint-imports --no-cache

@@ -23,6 +23,8 @@ from paceline.commands.bench_zipline import BenchZipline
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.graph import Graph
+from paceline.commands.hosts import Join, Serve
+from paceline.commands.replay import Replay
 from paceline.commands.reproduce import Reproduce
 from paceline.commands.run import Report, Resume, Run, Servers
 from paceline.commands.tune import Tune
@@ -33,7 +35,10 @@ COMMANDS: dict[str, Any] = {
     "simulate": Simulate,
     "run": Run,
     "resume": Resume,
+    "serve": Serve,
+    "join": Join,
     "servers": Servers,
+    "replay": Replay,
     "report": Report,
     "reproduce": Reproduce,
     "tune": Tune,
@@ -62,7 +67,7 @@ def run(arguments: list[str]) -> int:
     try:
         own, script = split_script(arguments)
         command = read(own or ["--help"])
-        if isinstance(command, Run):
+        if isinstance(command, Run | Join):
             return command.main(script)
         return int(command.main())
     except ConfigError as error:
@@ -80,7 +85,7 @@ def run(arguments: list[str]) -> int:
 
 def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
     """What is paceline's, and what is the script's: from the first *.py (or what follows `--`) on."""
-    if not arguments or arguments[0] != "run":
+    if not arguments or arguments[0] not in ("run", "serve", "join"):
         return arguments, []
     for index, argument in enumerate(arguments):
         if argument == "--":

@@ -55,6 +55,8 @@ class Admission:
         driver.watchman.tell_missing(missing)
         if not workers or missing or driver.to_start or not driver.servers.all_there:
             return
+        if driver.hosts is not None and len(workers) < driver.members.workers:
+            return
         if driver.lead is None:
             self._configure()
         elif driver.servers.all_configured:

@@ -46,7 +46,7 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     worker.layout = layout = model.layout
     worker.segments = Segments(worker.folder, worker.rank, worker.incarnation, layout, model.tensors, overlap)
     worker.transfer = worker.segments.transfer
-    worker.sent_hyper = model.optimizer.groups
+    worker.talk.sent_hyper = model.optimizer.groups
     begin = introduce(worker, model, policy)
     start(worker, begin)
     worker.segments.adopt()
@@ -59,7 +59,7 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
         else:
             worker.aborting = Aborting(worker, model.tensors, model.module)
     if begin.hyper is not None:
-        worker.sent_hyper = begin.hyper
+        worker.talk.sent_hyper = begin.hyper
     return begin.hyper
 
 
@@ -88,7 +88,7 @@ def introduce(worker: LiveWorker | LivePeer, model: Described, policy: Policy | 
 def start(worker: LiveWorker, begin: wire.Begin) -> None:
     """Make the machine, and return when it has the parameters of its first iteration."""
     worker.epoch_s = begin.epoch_s
-    worker.meet(begin.assignment, begin.doors)
+    worker.talk.meet(begin.assignment, begin.doors)
     machine = policies.parse(begin.policy).machine("worker", worker.rank, worker.config.members, worker.config.seed)
     assert isinstance(machine, Worker)
     worker.machine = machine

@@ -6,6 +6,7 @@ once; the next view goes to the shards within a millisecond, and whoever waited 
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 import time
@@ -23,13 +24,16 @@ from paceline.core.policy import Policy
 from paceline.errors import RunFailed
 from paceline.run import Point, Run, ServerChange
 from paceline.runtime.driver import Authority
-from paceline.runtime.live import memory, slots, wire
+from paceline.runtime.live import doors, memory, slots, wire
 from paceline.runtime.live.admission import Admission
 from paceline.runtime.live.children import Child, how
 from paceline.runtime.live.dealing_out import Decks
 from paceline.runtime.live.echo import Echo
+from paceline.runtime.live.enrolling import Enrolling
 from paceline.runtime.live.harvest import harvest, keep_buffers
+from paceline.runtime.live.hosts import FarChild, Hosts
 from paceline.runtime.live.keeping import Keeper
+from paceline.runtime.live.lasting import Lasting
 from paceline.runtime.live.peers import Peers
 from paceline.runtime.live.plan import LivePlan
 from paceline.runtime.live.reslicing import Reslicing
@@ -60,9 +64,13 @@ class Driver:
         """By sentinel."""
         self.admission = Admission(self)
         self.servers = Servers(self, plan.members.servers)
+        self.enrolling = Enrolling(self.servers, plan.abroad is not None and plan.abroad.keys)
         self.reslicing = Reslicing(self)
+        self.lasting = Lasting(self)
         self.changes: list[ServerChange] = []
         self.peers = Peers(self)
+        self.hosts: Hosts | None = None
+        """The other hosts of the run, if it has some."""
         self.begun = False
         self.asked_to_finish = False
         self.lead: wire.Describe | None = None
@@ -120,26 +128,39 @@ class Driver:
             plan.slicing,
             str(plan.policy) if plan.policy is not None else None,
             self.keeper is not None,
+            secrets.token_hex(8),
+            plan.abroad,
         )
         (self.folder.path / "config").write_bytes(msgspec.json.encode(config))
+        if plan.abroad is not None:
+            doors.make_nonce(self.folder.path)
         self.listener = Listener(self.folder.path / "driver")
         self.waiter = Waiter()
         try:
             self.waiter.watch(self.listener)
             self.echo = Echo(self.waiter, self.say)
+            if plan.meeting is not None:
+                self.hosts = Hosts(self, plan.meeting)
+                self.waiter.watch(self.hosts.listener)
+                plan.opened(self.hosts)
             self.servers.start()
-            for rank in range(self.members.workers):
+            for rank in range(self.members.workers if self.hosts is None else 0):
                 self.start_worker(rank)
             while not self.done():
                 self.turn()
+            if self.hosts is not None:
+                self.hosts.await_ended()
             for sentinel in list(self.children):
                 self.child_ended(self.children.pop(sentinel))
             if self.scheduling is not None:
                 self.scheduling.close()
+            self.lasting.tell_cost()
             return harvest(self, output)
         finally:
             if self.scheduling is not None:
                 self.scheduling.close()
+            if self.hosts is not None:
+                self.hosts.close()
             self.echo.close_all()
             self.listener.close()
             self.waiter.close()
@@ -151,6 +172,9 @@ class Driver:
         """Wait for something to happen, and deal with it."""
         ready = self.waiter.wait(TICK_S if self.scheduling is None else self.scheduling.until_timer(TICK_S))
         self.hear_all()
+        if self.hosts is not None:
+            self.hosts.hear()
+            self.hosts.tick()
         # What is printed first: a process that ends may have another started, whose sentinel takes a free number.
         for descriptor in ready:
             if descriptor in self.echo.begun:
@@ -163,6 +187,7 @@ class Driver:
         self.striker.tick()
         self.reslicing.tick()
         self._start_due()
+        self.servers.tick()
         self.watchman.tick()
         self.peers.tick()
         if (keeper := self._ready_keeper()) is not None:
@@ -174,7 +199,8 @@ class Driver:
             self.stop_workers("interrupted")
         if not self.begun:
             self.admission.consider_beginning()
-        if not self.live_workers() and not self.to_start and not self.asked_to_finish:
+        deserted = not self.live_workers() and not self.to_start
+        if deserted and not self.asked_to_finish and not (self.hosts is not None and self.hosts.may_come_back):
             self._finish()
 
     def _ready_keeper(self) -> Keeper | None:
@@ -188,11 +214,16 @@ class Driver:
     def start_worker(self, rank: int) -> None:
         """Start a process for this rank; it becomes a member when it has described its model."""
         incarnation = self.authority.next_incarnation(rank)
+        if self.hosts is not None:
+            self.adopt(self.hosts.start_worker(rank, incarnation))
+            return
+        self.enrolling.make(self.folder.path, rank, incarnation)
         self.adopt(self.plan.start_worker(rank, incarnation, self.folder.path))
 
     def adopt(self, child: Child) -> None:
         self.children[child.sentinel] = child
-        self.waiter.watch(child.sentinel)
+        if not isinstance(child, FarChild):
+            self.waiter.watch(child.sentinel)
         if child.output is not None:
             self.echo.listen(child.output)
 
@@ -235,6 +266,9 @@ class Driver:
                     self.keeper.saved(message, str(self.policy), self.lead.layout, self.servers.assignment, others)
             case wire.Finished():
                 self.servers.finished.add(message.shard)
+                self.lasting.finished(message.cost)
+            case wire.Undurable():
+                self.lasting.take(message)
             case wire.Want():
                 self.reslicing.want(message)
             case wire.Held():
@@ -250,7 +284,8 @@ class Driver:
                 assert_never(message)
 
     def child_ended(self, child: Child) -> None:
-        self.waiter.forget(child.sentinel)
+        if not isinstance(child, FarChild):
+            self.waiter.forget(child.sentinel)
         code = child.reap()
         if child.output in self.echo.begun:
             self.echo.hear(child.output)
@@ -259,11 +294,15 @@ class Driver:
             return
         self.remove(child.rank, child.incarnation)
         self.watchman.forget(child.rank)
+        self.enrolling.forget(child.rank, child.incarnation)
         memory.remove(self.folder.path, child.rank, child.incarnation)
         if code == 0:
             self.ended_well += 1
             return  # of a peer, neighbours may not have read the last parameters: its slots stay
         slots.remove(self.folder.path, child.rank, child.incarnation)
+        if isinstance(child, FarChild) and child.is_lost:
+            self.losses.append(f"{child} was lost with {child.host}")
+            return
         if (pause := self.striker.restart_pause(child, code)) is not None and not self.stopping:
             self.say(f"{child} {how(code)}, as the scenario says; starting it again in {pause:g} s")
             self.to_start.append((time.monotonic() + pause, child.rank))
@@ -289,7 +328,7 @@ class Driver:
         due = [entry for entry in self.to_start if entry[0] <= time.monotonic() or self.stopping]
         for entry in due:
             self.to_start.remove(entry)
-            if not self.stopping:
+            if not self.stopping and (self.hosts is None or self.hosts.has_home(entry[1])):
                 self.start_worker(entry[1])
 
     def remove(self, rank: int, incarnation: int) -> bool:
@@ -321,7 +360,11 @@ class Driver:
             self.servers.tell(shard, wire.NewView(view))
 
     def tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
-        self.listener.send(b"worker:%d:%d" % (rank, incarnation), wire.encode(message))
+        name = f"worker:{rank}:{incarnation}"
+        if self.hosts is not None and (host := self.hosts.of("worker", rank, incarnation)) is not None:
+            self.hosts.tell_worker(host, name, message)
+        else:
+            self.listener.send(name.encode(), wire.encode(message))
 
     def stop_workers(self, reason: str) -> None:
         """Ask the workers to end after their current step."""

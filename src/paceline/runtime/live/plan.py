@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.cluster import Cluster
@@ -9,8 +10,10 @@ from paceline.core.messages import Members
 from paceline.core.policy import Policy
 from paceline.run import Target
 from paceline.runtime.live.children import StartWorker
+from paceline.runtime.live.hosts import Hosts, Meeting
 from paceline.runtime.live.keeping import Keeping
 from paceline.runtime.live.watching import Care
+from paceline.runtime.live.wire import Abroad
 from paceline.tensors.layout import EPS
 
 
@@ -27,5 +30,11 @@ class LivePlan:
     care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
     slicing: str = EPS
+    meeting: Meeting | None = None
+    """Where agents of other hosts meet the driver, who then runs the workers; without one they all run here."""
+    opened: Callable[[Hosts], None] = lambda hosts: None
+    """Called when agents may come."""
+    abroad: Abroad | None = None
+    """How it crosses hosts, if it may."""
     servers_asked: int | None = None
     """How many servers somebody has asked for: too many, if the script's policy has none."""

@@ -81,7 +81,10 @@ class Scheduling(SchedulerCarrier):
                 self.waits.pop(release.worker, None)
                 self.driver.tell_worker(release.worker, release.incarnation, wire.Told(release))
             case Resync() as resync:
-                self.bells.ring(resync)
+                if self.driver.hosts is not None:
+                    self.driver.hosts.ring(resync)
+                else:
+                    self.bells.ring(resync)
             case Plan() as plan:
                 self.driver.servers.tell(action.to.rank, wire.Planned(plan))
             case _:

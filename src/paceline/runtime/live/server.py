@@ -23,6 +23,7 @@ from paceline.core.actions import Answer, Apply, Drop, Park, Send, SetTimer
 from paceline.core.events import (
     PlanArrived,
     PullArrived,
+    PullRepeated,
     PushArrived,
     PushRejected,
     TimerFired,
@@ -33,7 +34,9 @@ from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, doors, wire
 from paceline.runtime.live.holding import Holding
+from paceline.runtime.live.journal import Journal
 from paceline.runtime.live.mapped import Segment
+from paceline.runtime.live.receiving import FarSegment, Receiving, sender_of
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors.optimizers import Hyper
@@ -53,7 +56,12 @@ class LiveServer(ServerCarrier):
         self.config = msgspec.json.decode((folder / "config").read_bytes(), type=wire.LiveConfig)
         self.listener = Listener(server_path(folder, shard, life))
         self.driver = Link(folder / "driver", b"server:%d" % shard)
+        self.receiving = Receiving(self, self.config.abroad) if self.config.abroad is not None else None
+        """From workers on other hosts, if there may be any."""
         self.door = wire.Door(life, str(folder), doors.read_nonce(folder))
+        if self.receiving is not None:
+            door = self.door
+            self.door = wire.Door(life, door.folder, door.nonce, self.receiving.address, self.receiving.key)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
@@ -70,6 +78,10 @@ class LiveServer(ServerCarrier):
         self.kept: dict[Handle, tuple[list[Tensor], frozenset[int]]] = {}
         """Gradients that are not used yet although their worker goes on: copies, with the tensors that have none."""
         self.checkpoint_every: int | None = None
+        self.journal: Journal | None = None
+        """If this server is durable."""
+        self.heard: set[tuple[int, int]] = set()
+        """Who has asked for parameters in this life."""
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
         self.surveyed: wire.Standing | None = None
@@ -94,12 +106,16 @@ class LiveServer(ServerCarrier):
                 self.obey(wire.decode_to_server(order))
             while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
+            if self.receiving is not None and self.receiving.listener in ready:
+                self.receiving.hear()
             self.let_go()
             self.tell_status()
             self.tell_standing()
         self.trace.close()
         self.driver.close()
         self.listener.close()
+        if self.receiving is not None:
+            self.receiving.close()
         self.waiter.close()
 
     def until_timer(self) -> float:
@@ -113,14 +129,19 @@ class LiveServer(ServerCarrier):
     def obey(self, order: wire.ToServer) -> None:
         match order:
             case wire.Enrol():
-                pass
+                if self.receiving is not None:
+                    self.receiving.enrol(order)
             case wire.Configure():
                 self.configure(order)
             case wire.NewView():
                 if self.listener.waiter is None:
                     # Only now: what workers said before, to a server that was not restored yet, waits until we are.
                     self.waiter.watch(self.listener)
-                self.alive = set(order.view.members)
+                    if self.receiving is not None:
+                        self.waiter.watch(self.receiving.listener)
+                left, self.alive = self.alive, set(order.view.members)
+                if self.receiving is not None:
+                    self.receiving.forget(left - self.alive)
                 self.seat.tell(ViewChanged(self.now(), order.view))
                 self.adopt_hyper()
             case wire.Checkpoint():
@@ -143,15 +164,28 @@ class LiveServer(ServerCarrier):
     def configure(self, order: wire.Configure) -> None:
         self.epoch_s = order.epoch_s
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
+        self.policy = order.policy
+        if order.journal is not None:
+            self.journal = Journal(self, order.journal)
+        if self.journal is not None and self.journal.recovers:
+            self.journal.bring_back(order)
+        else:
+            self.begin(order)
+        self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
+
+    def begin(self, order: wire.Configure) -> None:
+        """With a machine that has been told nothing."""
         self.holding = Holding(self.folder, self.shard, order)
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
         self.machine = machine
-        self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
+        if self.journal is not None:
+            self.seat = self.journal.begin(machine)
+        else:
+            self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
         if self.holding.first is not None:
             self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
-        self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
 
     def give(self, order: wire.Give) -> None:
         """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
@@ -208,7 +242,8 @@ class LiveServer(ServerCarrier):
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
         self.holding.leave()
-        self.driver.send(wire.encode(wire.Finished(self.shard)))
+        cost = self.journal.close() if self.journal is not None else None
+        self.driver.send(wire.encode(wire.Finished(self.shard, cost)))
         self.finished = True
 
     def take(self, peer: bytes, message: bytes) -> None:
@@ -234,7 +269,7 @@ class LiveServer(ServerCarrier):
                 case Push():
                     self.take_push(part, request)
                 case Pull():
-                    self.seat.tell(PullArrived(self.now(), part))
+                    self.take_pull(part)
                 case _:
                     assert_never(part)
 
@@ -259,16 +294,29 @@ class LiveServer(ServerCarrier):
                 measured = significance(segment.gradient, self.holding.optimizer.values)
             self.seat.tell(PushArrived(self.now(), push, measured))
 
+    def take_pull(self, pull: Pull) -> None:
+        """In its first word to a new life of the server, a worker asks what it may have asked the last one."""
+        sender = (pull.worker, pull.incarnation)
+        again = self.life > 0 and sender not in self.heard
+        self.heard.add(sender)
+        self.seat.tell((PullRepeated if again else PullArrived)(self.now(), pull))
+
     def adopt_hyper(self) -> None:
         """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
         said = self.said_hyper.get(min(self.alive, default=(0, 0)))
         if said is not None and said != self.holding.hyper:
+            if self.journal is not None:
+                self.journal.note_hyper(said)
             self.holding.set_hyper(said)
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         segment = self.segments.get((worker, incarnation))
         if segment is None:
-            segment = self.segments[worker, incarnation] = self.holding.segment(worker, incarnation)
+            if self.receiving is not None:
+                segment = self.receiving.segment((worker, incarnation))
+            if segment is None:
+                segment = self.holding.segment(worker, incarnation)
+            self.segments[worker, incarnation] = segment
         return segment
 
     def apply(self, action: Apply) -> None:
@@ -311,6 +359,8 @@ class LiveServer(ServerCarrier):
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
         self.waits.pop(parameters.worker, None)
+        if (parameters.worker, parameters.incarnation) not in self.heard:
+            return  # it asked another life of this server, and asks again
         try:
             segment = self.segment(parameters.worker, parameters.incarnation)
         except FileNotFoundError:
@@ -320,6 +370,9 @@ class LiveServer(ServerCarrier):
         if segment.holds != parameters.version:
             segment.fill(self.holding.optimizer.values)
             segment.holds = parameters.version
+        if isinstance(segment, FarSegment) and self.receiving is not None:
+            self.receiving.answer(parameters)
+            return
         peer = b"%d:%d" % (parameters.worker, parameters.incarnation)
         # A peer that is gone is not our business: the driver notices, and a view will say so.
         self.listener.send(peer, wire.encode(parameters))
@@ -334,13 +387,6 @@ class LiveServer(ServerCarrier):
 
     def set_timer(self, action: SetTimer) -> None:
         heappush(self.timers, (self.now() + action.after_s, action.timer))
-
-
-def sender_of(message: Push | Pull) -> tuple[int, int]:
-    """Worker and incarnation."""
-    if isinstance(message, Push):
-        return message.handle.source, message.handle.incarnation
-    return message.worker, message.incarnation
 
 
 def serve(folder: Path, shard: int, life: int) -> int:

@@ -14,6 +14,7 @@ import socket
 import struct
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 PATIENCE_S = 1.0
 """A peer that does not read for so long, its buffer full, is cut off."""
@@ -210,15 +211,33 @@ class Link:
             self.stream = None
 
 
+class Far(Protocol):
+    """What else can be waited for, here without knowing how it works: a listener or a link of `far.py`."""
+
+    def fileno(self) -> int:
+        """Readable when something may have come. Whatever is done with it may take that away again unseen."""
+
+    def ready(self) -> bool:
+        """Take in what has come; whether there is something for the caller. Asked before anybody blocks."""
+
+    def rest_s(self) -> float:
+        """How long it can be left alone if nothing comes."""
+
+
+Source = Listener | Link | Far | int
+
+
 class Waiter:
     """Waits until any of several listeners, links or file descriptors has something."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
-        self.sources: dict[int, Listener | Link | int] = {}
+        self.sources: dict[int, Source] = {}
         """By descriptor."""
+        self.far: dict[int, Far] = {}
+        """Those of them that are."""
 
-    def watch(self, source: Listener | Link | int) -> None:
+    def watch(self, source: Source) -> None:
         if isinstance(source, Listener):
             source.waiter = self
             self.add(source.socket.fileno(), source)
@@ -226,28 +245,37 @@ class Waiter:
             if source.stream is None:
                 raise ConnectionError(f"nobody listens at {source.path}")
             self.add(source.stream.socket.fileno(), source)
-        else:
+        elif isinstance(source, int):
             self.add(source, source)
+        else:
+            self.far[source.fileno()] = source
+            self.add(source.fileno(), source)
 
-    def add(self, descriptor: int, source: Listener | Link | int) -> None:
+    def add(self, descriptor: int, source: Source) -> None:
         self.sources[descriptor] = source
         self.epoll.register(descriptor, select.EPOLLIN)
 
     def forget(self, descriptor: int) -> None:
         """Before it is closed: a forked process may hold it too, and then closing is not enough."""
         del self.sources[descriptor]
+        self.far.pop(descriptor, None)
         with contextlib.suppress(FileNotFoundError):
             self.epoll.unregister(descriptor)
 
-    def wait(self, timeout_s: float) -> list[Listener | Link | int]:
+    def wait(self, timeout_s: float) -> list[Source]:
         """Block until something is there or the time is up; what is ready."""
-        ready: list[Listener | Link | int] = []
+        ready: list[Source] = []
+        if self.far:
+            ready += [source for source in self.far.values() if source.ready()]
+            timeout_s = 0.0 if ready else min(timeout_s, *(source.rest_s() for source in self.far.values()))
         for descriptor, _ in self.epoll.poll(timeout_s):
             source = self.sources.get(descriptor)
             if isinstance(source, Listener):
                 source.hear(descriptor)
                 if not source.inbox:
                     continue
+            elif descriptor in self.far and not self.far[descriptor].ready():
+                continue
             if source is not None and source not in ready:
                 ready.append(source)
         return ready

@@ -15,25 +15,24 @@ from typing import Literal
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.actions import AbortCompute, Compute, Send, SetTimer
 from paceline.core.events import (
     ComputeAborted,
     GradientReady,
-    ParametersArrived,
     ReleaseArrived,
     ResyncArrived,
     TimerFired,
 )
-from paceline.core.messages import Notify, Parameters, Pull, Push, Resync
+from paceline.core.messages import Notify, Pull, Push, Resync
 from paceline.core.policy import Policy
 from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 from paceline.errors import PacelineError
 from paceline.runtime.driver import NoSuchAction, Seat, WorkerCarrier
-from paceline.runtime.live import doors, joining, wire
+from paceline.runtime.live import joining, wire
 from paceline.runtime.live.aborting import Aborting
 from paceline.runtime.live.description import Described, contiguous
 from paceline.runtime.live.hands import Hands
@@ -44,8 +43,7 @@ from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.segments import Segments
 from paceline.runtime.live.sockets import Link, Waiter
 from paceline.runtime.live.staging import Transfer
-from paceline.tensors import state
-from paceline.tensors.assignment import Assignment, size
+from paceline.runtime.live.talking import Talk
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, State
 
@@ -70,9 +68,7 @@ class LiveWorker(WorkerCarrier):
         self.driver = Link(folder / "driver", b"worker:" + self.name)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
-        self.servers: list[Link] = []
-        self.doors: list[wire.Door] = []
-        self.outbox: dict[int, list[Push | Pull]] = {}
+        self.talk = Talk(self)
         self.to_scheduler: list[Pull | Notify] = []
         self.ordered: Compute | None = None
         self.timer: tuple[float, int] | None = None
@@ -83,13 +79,9 @@ class LiveWorker(WorkerCarrier):
         self.refused = False
         """The last push came without a gradient that could be used."""
         self.heard_s = 0.0
-        self.fetched: set[str] = set()
         self.hands = Hands(self)
-        self.said: dict[int, wire.Exchange] = {}
-        """The last message to each shard."""
         self.pushed: Sequence[Tensor | None] = ()
-        """The gradient in it."""
-        self.sent_hyper: tuple[Hyper, ...] | None = None
+        """The gradient in the last push."""
         self.hold_at: int | None = None
         """The first iteration that must not be pushed, if the driver has said so, servers being about to change."""
         self.change = 0
@@ -106,8 +98,6 @@ class LiveWorker(WorkerCarrier):
         # What `begin` adds.
         self.model: Described
         self.layout: Layout
-        self.assignment: Assignment
-        self.slice_bytes: tuple[int, ...]
         self.segments: Segments
         self.transfer: Transfer
         self.changes: list[int]
@@ -186,11 +176,11 @@ class LiveWorker(WorkerCarrier):
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
-        changed = hyper if hyper != self.sent_hyper else None
-        self.sent_hyper = hyper
+        changed = hyper if hyper != self.talk.sent_hyper else None
+        self.talk.sent_hyper = hyper
         self.refused = bool(refusal)
         self.transfer.settle()
-        self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.slice_bytes))
+        self.seat.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, self.talk.slice_bytes))
         self.flush(absent, changed, refusal)
         self.await_parameters()
 
@@ -225,27 +215,11 @@ class LiveWorker(WorkerCarrier):
 
     def reslice(self, order: wire.Resliced) -> None:
         """There are other servers, or these have other parts of the parameters: go on with them."""
-        self.meet(order.assignment, order.doors)
+        self.talk.meet(order.assignment, order.doors)
         self.hold_at = None
-        self.sent_hyper = None
-        self.said.clear()
+        self.talk.sent_hyper = None
+        self.talk.said.clear()
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now(), since=self.held_since))
-
-    def meet(self, assignment: Assignment, at: Sequence[wire.Door]) -> None:
-        """Connect to the servers, each in its present life. What each has is by `assignment`."""
-        known: dict[tuple[int, wire.Door], Link] = dict(zip(enumerate(self.doors), self.servers, strict=True))
-        self.servers = [known.pop(each) if each in known else self.knock(*each) for each in enumerate(at)]
-        for link in known.values():
-            link.close()
-        self.doors = list(at)
-        self.assignment = assignment
-        self.slice_bytes = tuple(size(part) * self.layout.itemsize for part in assignment)
-
-    def knock(self, shard: int, door: wire.Door) -> Link:
-        """A link to this server."""
-        link = doors.knock(self.folder, (self.rank, self.incarnation), shard, door)
-        assert link is not None
-        return link
 
     def await_parameters(self) -> None:
         """Return when the machine has ordered the next iteration's computation, and settle the last one's samples."""
@@ -273,14 +247,13 @@ class LiveWorker(WorkerCarrier):
                 self.flush()
                 self.give_up_waiting()
                 continue
-            server = self.servers[min(self.machine.waiting)]
-            message = server.wait_for(IDLE_S)
-            if message is not None:
-                self.hear_shard(wire.decode_from_shard(message))
+            shard = min(self.machine.waiting)
+            if self.talk.hear(shard, IDLE_S):
                 self.flush()
             else:
-                if server.gone:
+                if self.talk.links[shard].gone:
                     self.waiter.wait(IDLE_S)  # the driver says when it is back
+                    self.talk.mend(shard)
                 self.hear_driver()
                 self.trace.flush()
                 self.give_up_waiting()
@@ -307,31 +280,9 @@ class LiveWorker(WorkerCarrier):
             self.seat.tell(TimerFired(self.now(), timer))
             self.flush()
 
-    def hear_shard(self, message: wire.Fetched | Parameters) -> None:
-        if isinstance(message, wire.Fetched):
-            if message.error:
-                raise PacelineError(f"a server could not hand over its optimizer's state: {message.error}")
-            self.fetched.add(message.file)
-        else:
-            self.seat.tell(ParametersArrived(self.now(), message))
-
     def fetch_state(self) -> State:
         """The optimizer's whole state, from all servers."""
-        parts = []
-        for shard, link in enumerate(self.servers):
-            file = f"state-{self.rank}.{self.incarnation}-{shard}"
-            self.fetched.discard(file)
-            link.send(wire.encode(wire.Fetch(file)))
-            while file not in self.fetched:
-                if (message := link.wait_for(IDLE_S)) is not None:
-                    self.hear_shard(wire.decode_from_shard(message))
-                elif link.gone:
-                    self.waiter.wait(IDLE_S)
-                    self.hear_driver()
-                    link.send(wire.encode(wire.Fetch(file)))
-            parts.append(load_file(self.folder / file))
-            (self.folder / file).unlink()
-        return state.join(parts, self.layout, self.assignment)
+        return self.talk.fetch_state()
 
     def hear_driver(self) -> None:
         self.heard_s = time.monotonic()
@@ -349,12 +300,7 @@ class LiveWorker(WorkerCarrier):
                 self.stopping = True
                 self.told_to_stop_s = time.monotonic()
             case wire.Reopened(shard, door):
-                self.sent_hyper = None
-                if self.servers[shard].gone or self.doors[shard] != door:
-                    self.servers[shard].close()
-                    self.doors[shard] = door
-                    self.servers[shard] = self.knock(shard, door)
-                    self.say_again(shard)
+                self.talk.reopened(shard, door)
             case wire.Hold(change, at):
                 self.change, self.hold_at = change, at
                 self.said_held = False
@@ -367,27 +313,9 @@ class LiveWorker(WorkerCarrier):
             case wire.Refuse(reason):
                 raise PacelineError(reason)
 
-    def say_again(self, shard: int) -> None:
-        """A server came back: if we wait for its answer, or are about to pull, it may never have seen our push.
-
-        Its part of the segment may hold anything, so the gradient goes there once more.
-        """
-        if shard not in self.said or not (shard in self.machine.waiting or self.machine.pausing):
-            return
-        self.segments.restore(self.assignment[shard], self.pushed)
-        self.servers[shard].send(wire.encode(self.said[shard]))
-
     def flush(self, absent: tuple[int, ...] = (), hyper: tuple[Hyper, ...] | None = None, refusal: str = "") -> None:
-        """Send what the machine has ordered: one message to each shard."""
-        for shard, messages in self.outbox.items():
-            exchange = wire.Exchange(tuple(messages), hyper, absent, refusal)
-            self.servers[shard].send(wire.encode(exchange))
-            # After a rest the pull comes alone: to a server that was restarted, its push is to be said again too.
-            before = self.said.get(shard)
-            if before is not None and isinstance(before.messages[-1], Push):
-                exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
-            self.said[shard] = exchange
-        self.outbox.clear()
+        """Send what the machine has ordered."""
+        self.talk.flush(absent, hyper, refusal)
         for said in self.to_scheduler:
             self.driver.send(wire.encode(wire.Ask(said)))
         self.to_scheduler.clear()
@@ -408,7 +336,7 @@ class LiveWorker(WorkerCarrier):
 
     def pass_slow_link(self) -> None:
         """A scenario's slow connection takes its time."""
-        self.hindrance.pass_link(sum(self.slice_bytes))
+        self.hindrance.pass_link(sum(self.talk.slice_bytes))
 
     def log(self, values: dict[str, float]) -> None:
         started = hasattr(self, "machine")
@@ -428,8 +356,8 @@ class LiveWorker(WorkerCarrier):
             self.aborting.close()
         if hasattr(self, "segments"):
             self.segments.close()
-        for link in (self.driver, *self.servers):
-            link.close()
+        self.talk.close()
+        self.driver.close()
         self.waiter.close()
 
     def compute(self, action: Compute) -> None:
@@ -443,7 +371,7 @@ class LiveWorker(WorkerCarrier):
         if action.to == SCHEDULER and isinstance(message, Pull | Notify):
             self.to_scheduler.append(message)
         elif isinstance(message, Push | Pull):
-            self.outbox.setdefault(action.to.rank, []).append(message)
+            self.talk.say(action.to.rank, message)
         else:
             raise NoSuchAction(f"a worker cannot {action}")
 

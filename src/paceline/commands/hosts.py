@@ -1,0 +1,179 @@
+"""`paceline serve` and `paceline join`: a run whose workers come from any machine, at any time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from paceline.api import check_count
+from paceline.commands.run import Run, check_script
+from paceline.commands.screen import console, count
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.far import FarLink
+    from paceline.runtime.live.hosts import Hosts
+    from paceline.runtime.live.launch import LivePlan
+
+LOOPBACK = ("127.", "localhost", "[::1]")
+KNOCK_S = 1.0
+
+
+@dataclass(kw_only=True)
+class Serve(Run):
+    """Hold a run's parameters for workers of other machines: paceline serve --servers 2 --bind tcp://0.0.0.0:7000
+
+    It prints the line to join with; the run begins when --workers have joined, and more may come at any time. It ends
+    when the last has ended, and leaves a folder as `paceline run` does. Whoever has the key file may join: copy it by a
+    safe way (scp), and to nobody else.
+    """
+
+    workers: int = 1
+    """The run begins when so many have joined."""
+    bind: str = "tcp://0.0.0.0:7000"
+    """Where to listen for those who join. Servers take ports of their own (--ports)."""
+    advertise: str | None = None
+    """The address of this machine that others are to use, if it is not the one it listens on."""
+    ports: str | None = None
+    """The ports servers may take, as 7001-7016; any free ones if none."""
+    key_file: str = "paceline.key"
+    """Where the run's key is written (mode 0600)."""
+    insecure: bool = False
+    """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
+    wire: str = "float32"
+    """How floats travel to other machines: float32, bfloat16 or float16 (gradients with error feedback)."""
+
+    def main(self, script: list[str], resume: Path | None = None) -> int:
+        if script:
+            raise ConfigError(f"serve runs no script: {script[0]!r} belongs to paceline join")
+        return self.run(["serve"], resume)
+
+    def plan(self, script: list[str]) -> LivePlan:
+        from paceline.runtime.live.far import make_keys
+        from paceline.runtime.live.hosts import Meeting
+        from paceline.runtime.live.receiving import routable
+        from paceline.runtime.live.wire import Abroad
+        from paceline.tensors.halves import check_wire
+
+        host, port = read_address(self.bind)
+        check_wire(self.wire)
+        advertise = self.advertise or routable(host)
+        keys = None if self.insecure else make_keys()
+        self.join_keys = None if self.insecure else make_keys()
+        if self.insecure:
+            warn_insecure(host)
+        meeting = Meeting(host, port, advertise, keys, self.join_keys.public if self.join_keys is not None else "")
+        abroad = Abroad(host, advertise, read_ports(self.ports), not self.insecure, self.wire)
+        return replace(super().plan(script), meeting=meeting, abroad=abroad, opened=self.tell_how_to_join)
+
+    def tell_how_to_join(self, hosts: Hosts) -> None:
+        from paceline.runtime.live.keyring import KeyFile, write_key_file
+
+        how = f"paceline join {hosts.address}"
+        if self.join_keys is None or hosts.meeting.keys is None:
+            how += " --insecure"
+        else:
+            write_key_file(Path(self.key_file), KeyFile(hosts.address, hosts.meeting.keys.public, self.join_keys))
+            how += f" --key-file {self.key_file}"
+        console.print(f"waiting for {count(self.workers, 'worker')}: {how} SCRIPT.py", soft_wrap=True)
+
+
+@dataclass(kw_only=True)
+class Join:
+    """Take part in a run of another machine: paceline join tcp://HOST:PORT --key-file paceline.key SCRIPT.py
+
+    The script, and what stands after it, is what `paceline run` would take. If this machine is out of reach for a while
+    the others go on without it; when it is back its workers start again with the run's present parameters.
+    """
+
+    address: Annotated[str, tyro.conf.Positional]
+    """Where the run is, as `paceline serve` says."""
+    key_file: str | None = None
+    """The run's key file."""
+    workers: int = 1
+    """How many processes run the script here."""
+    insecure: bool = False
+    """Join a run that has no keys."""
+    patience_s: float = 60.0
+    """Give up when nothing is heard of the run for so long."""
+
+    def main(self, script: list[str]) -> int:
+        from paceline.runtime.live.agent import Agent, Offer, new_token
+        from paceline.runtime.live.children import script_starter
+        from paceline.runtime.live.far import FarLink, make_keys
+        from paceline.runtime.live.keyring import read_key_file
+
+        check_count("workers", self.workers)
+        check_script(script, "join")
+        host, _ = read_address(self.address)
+        if self.key_file is None and not self.insecure:
+            raise ConfigError("name the run's key file: --key-file FILE (or --insecure, if the run has no keys)")
+        token, keys, knock, server_key = new_token(), None, None, ""
+        if self.key_file is not None:
+            key_file, keys = read_key_file(Path(self.key_file)), make_keys()
+            server_key = key_file.server
+            knock = Knocking(FarLink(self.address, b"join", key_file.client, server_key), keys.public, token)
+        else:
+            warn_insecure(host)
+        offer = Offer(self.address, server_key, keys, token, self.workers, patience_s=self.patience_s)
+        starter = script_starter(script[0], script[1:], self.workers, through_driver=True)
+        try:
+            return Agent(offer, starter, print_plain, knock or (lambda: None)).run()
+        finally:
+            if knock is not None:
+                knock.link.close()
+
+
+class Knocking:
+    """Asks, with the run's key, that this host be known by its own; again until that has come about."""
+
+    def __init__(self, link: FarLink, key: str, token: str) -> None:
+        from paceline.runtime.live.dispatch import Knock, encode
+
+        self.link = link
+        self.message = encode(Knock(key, token))
+        self.said_s = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self.said_s > KNOCK_S:
+            self.said_s = time.monotonic()
+            if self.link.gone:
+                self.link.reopen()
+            self.link.receive()
+            self.link.send(self.message)
+
+
+def print_plain(line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def read_address(text: str) -> tuple[str, int]:
+    host, colon, port = text.removeprefix("tcp://").rpartition(":")
+    if not text.startswith("tcp://") or not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{text!r} is not an address: tcp://HOST:PORT")
+    return host, int(port)
+
+
+def read_ports(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 0, 0
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()):
+        raise ConfigError(f"ports={text!r} is no range of ports: FIRST-LAST, as 7001-7016")
+    low, high = int(first), int(last or first)
+    if not 0 < low <= high <= 65535:
+        raise ConfigError(f"ports={text} is out of range: 1 to 65535, the first not above the last")
+    return low, high
+
+
+def warn_insecure(host: str) -> None:
+    if not host.startswith(LOOPBACK):
+        console.print(
+            "[bold red]INSECURE: no keys and no encryption. Whoever reaches this network can read the model, change it "
+            "and stop the run.[/]",
+            soft_wrap=True,
+        )

@@ -1,0 +1,136 @@
+"""A worker's link to a server on another host: what is shared memory on one host travels here as frames.
+
+To the worker it is a link like any other. Behind an `Exchange` that pushes a gradient go the gradient's frames; the
+frames behind `Parameters` are in the segment when the message is handed over, all of them or none. An answer that
+nobody waits for any more, the question having been asked twice over a connection that broke, is left alone: its place
+may hold the next gradient by then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from paceline.core.messages import Handle, Parameters, Pull, Push
+from paceline.errors import PacelineError
+from paceline.runtime.live import wire
+from paceline.runtime.live.far import FRAME, FarLink, KeyPair
+from paceline.runtime.live.sealing import seal, unseal
+from paceline.runtime.live.segments import Segments
+from paceline.tensors import halves
+from paceline.tensors.assignment import Ranges
+
+NOTHING = -1
+"""Before the first iteration."""
+
+
+def key_path(folder: Path, rank: int, incarnation: int) -> Path:
+    """Where a process finds its own key pair, in a run with keys."""
+    return folder / f"key-{rank}.{incarnation}"
+
+
+def find_keys(folder: Path, rank: int, incarnation: int) -> KeyPair:
+    path = key_path(folder, rank, incarnation)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyPair)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise PacelineError(f"worker {rank} has no key to reach servers on other hosts: {error}") from None
+
+
+class Cargo:
+    """What of a worker travels: its segments, rounded if that is the run's way."""
+
+    def __init__(self, folder: Path, segments: Segments, way: str) -> None:
+        self.folder = folder
+        self.parameters = segments.parameters
+        self.gradient = segments.gradient
+        layout = segments.layout
+        self.dtype = halves.travelling(way, layout.torch_dtype)
+        self.feedback: halves.ErrorFeedback | None = None
+        if self.dtype != layout.torch_dtype:
+            self.feedback = halves.ErrorFeedback(layout.numel, layout.torch_dtype, self.dtype)
+        self.rounded: dict[Ranges, Handle] = {}
+        """The push whose gradient is there, rounded, in each part: what is said again must not be rounded again."""
+
+
+class FarShard:
+    """A link to one server on another host, and its part of the worker's memory."""
+
+    def __init__(self, door: wire.Door, name: bytes, run: str, keys: KeyPair | None, cargo: Cargo) -> None:
+        self.link = FarLink(door.address, name, keys, door.key)
+        self.run = run
+        self.life = door.life
+        self.cargo = cargo
+        self.awaited = NOTHING
+        """The iteration that was asked for and is not answered yet."""
+        self.part: Ranges = ()
+
+    @property
+    def gone(self) -> bool:
+        return self.link.gone
+
+    def carry(self, part: Ranges) -> None:
+        """This is what the server has of the parameters, from now on."""
+        self.part = part
+        cargo = self.cargo
+        itemsize = cargo.dtype.itemsize
+        self.places = halves.cut(cargo.parameters, part, FRAME, itemsize)
+        source = cargo.gradient if cargo.feedback is None else cargo.feedback.rounded
+        self.frames = halves.frames_of(halves.cut(source, part, FRAME, itemsize))
+
+    def reopen(self) -> None:
+        self.link.reopen()
+
+    def send(self, message: bytes) -> None:
+        """Send an encoded `Exchange` or `Fetch`, with the gradient behind it if there is one in it."""
+        request = wire.decode_to_shard(message)
+        frames: Sequence[memoryview] = ()
+        if isinstance(request, wire.Exchange):
+            for part in request.messages:
+                if isinstance(part, Pull):
+                    self.awaited = part.iteration
+                elif not request.refusal:
+                    frames = self._load(part)
+        self.link.send(seal(self.run, self.life, message), frames)
+
+    def _load(self, push: Push) -> Sequence[memoryview]:
+        cargo = self.cargo
+        if cargo.feedback is not None and cargo.rounded.get(self.part) != push.handle:
+            cargo.feedback.round(cargo.gradient, self.part)
+            cargo.rounded[self.part] = push.handle
+        return self.frames
+
+    def receive(self) -> bytes | None:
+        """The next message, or None if there is none right now."""
+        return self._take(self.link.receive())
+
+    def wait_for(self, timeout_s: float) -> bytes | None:
+        """The next message, or None if there is none within the time."""
+        return self._take(self.link.wait_for(timeout_s))
+
+    def _take(self, received: tuple[bytes, list[memoryview]] | None) -> bytes | None:
+        if received is None:
+            return None
+        try:
+            sealed = unseal(received[0])
+            message = wire.decode_from_shard(sealed.message)
+            if (sealed.run, sealed.life) != (self.run, self.life):
+                return None
+            if isinstance(message, Parameters):
+                if self.awaited == NOTHING or message.iteration < self.awaited:
+                    return None
+                halves.fill(self.places, received[1], self.cargo.dtype)
+                self.awaited = NOTHING
+            elif not message.error:
+                with (self.cargo.folder / Path(message.file).name).open("wb") as file:
+                    file.writelines(received[1])
+        except (*wire.BAD_MESSAGE, halves.WrongFrames) as error:
+            print(f"refused what {self.link.address} sent: {error}", file=sys.stderr)
+            return None
+        return bytes(sealed.message)
+
+    def close(self) -> None:
+        self.link.close()

@@ -1,0 +1,99 @@
+"""How floats travel between hosts: as they are, or as halves with error feedback.
+
+A part of a flat vector travels as frames: buffers of bounded length, in the order of the vector, none across the
+border of a range. As they are, frames are the vector's own memory, at either end. As "bfloat16" or "float16" they are
+half as long (a quarter, if the model is in float64), and what rounding leaves out of a gradient is not lost: it is kept
+and added to the next one (error feedback: Seide et al., 2014; Karimireddy et al., 2019). Parameters are rounded without
+it: each time they come from the whole ones, which the servers keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.tensors.assignment import Ranges
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+AS_THEY_ARE = "float32"
+WIRES = (AS_THEY_ARE, *HALVES)
+AT_ONCE = 1 << 17
+"""Elements that are rounded together, so that they stay in a cache."""
+
+
+class WrongFrames(ValueError):
+    """Frames that are not those of the part they are said to be."""
+
+
+def check_wire(wire: str) -> str:
+    if wire not in WIRES:
+        raise ConfigError(f"unknown wire {wire!r} (known: {', '.join(WIRES)})")
+    return wire
+
+
+def travelling(wire: str, dtype: torch.dtype) -> torch.dtype:
+    """What floats of `dtype` are on their way."""
+    return HALVES.get(check_wire(wire), dtype)
+
+
+def cut(vector: Tensor, part: Ranges, longest: int, itemsize: int) -> list[Tensor]:
+    """A part of a vector in pieces that are one frame each: `longest` bytes at most, `itemsize` for an element."""
+    count = max(1, longest // itemsize)
+    return [piece for start, stop in part for piece in vector[start:stop].split(count)]
+
+
+def frames_of(pieces: Sequence[Tensor]) -> list[memoryview]:
+    """The memory of these pieces, as it is when it is read."""
+    return [piece.view(torch.uint8).numpy().data for piece in pieces]
+
+
+def check_frames(frames: Sequence[memoryview], pieces: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Refuse frames that do not fill these pieces exactly."""
+    if len(frames) != len(pieces):
+        raise WrongFrames(f"{len(frames)} frames came, {len(pieces)} were to come")
+    for number, (frame, piece) in enumerate(zip(frames, pieces, strict=True)):
+        nbytes, wanted = frame.nbytes, piece.numel() * dtype.itemsize
+        if nbytes != wanted:
+            raise WrongFrames(f"frame {number} has {nbytes} bytes, {wanted} were to come")
+
+
+def fill(pieces: Sequence[Tensor], frames: Sequence[memoryview], dtype: torch.dtype) -> None:
+    """Write what has travelled as `dtype` into its place. All frames fit, or nothing is written."""
+    check_frames(frames, pieces, dtype)
+    for piece, frame in zip(pieces, frames, strict=True):
+        piece.copy_(torch.frombuffer(frame, dtype=dtype))
+
+
+class ErrorFeedback:
+    """Rounds gradients to halves, and adds what was left out to the next ones.
+
+    Both vectors are over all parameters, so that what was left out stays where it belongs when the servers change.
+    What a push that is refused, skipped or dropped had left out stays for the next; what it had sent is gone with it,
+    as without rounding.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, half: torch.dtype) -> None:
+        self.rounded = torch.empty(numel, dtype=half)
+        self.residual = torch.zeros(numel, dtype=dtype)
+        self.largest = torch.finfo(half).max
+
+    def round(self, gradient: Tensor, part: Ranges) -> None:
+        """Have `rounded` hold this part of the gradient and of what was left out before, as far as halves can."""
+        for start, stop in part:
+            for first in range(start, stop, AT_ONCE):
+                here = slice(first, min(first + AT_ONCE, stop))
+                self._round(gradient[here], self.rounded[here], self.residual[here])
+
+    def _round(self, gradient: Tensor, rounded: Tensor, residual: Tensor) -> None:
+        residual.add_(gradient)
+        rounded.copy_(residual)
+        if not math.isfinite(rounded.sum().item()):
+            # Beyond what a half can say: the largest goes, the rest stays. NaN does not stay; who computes one does
+            # not push it.
+            residual.nan_to_num_(0.0)
+            rounded.copy_(residual.clamp(-self.largest, self.largest))
+        residual.sub_(rounded)

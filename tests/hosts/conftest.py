@@ -1,0 +1,18 @@
+"""Tests with several hosts: skipped where namespaces cannot be made, and watched for what they leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import netns
+from tests.live.conftest import nothing_left_behind  # noqa: F401  (the same guard)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    own = [item for item in items if item.path.is_relative_to(here)]
+    if own and (reason := netns.missing()) is not None:
+        for item in own:
+            item.add_marker(pytest.mark.skip(reason=reason))
