@@ -125,6 +125,7 @@ class Run(Outputs):
             target=Target.parse(self.target) if self.target is not None else None,
             care=Care(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),
             slicing=check_slicing(self.slicing),
+            servers_asked=self.servers,
         )
 
     def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:
