@@ -14,7 +14,7 @@ everybody offers and those who are busy decline, so some iterations go without a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
@@ -35,7 +35,9 @@ class ADPSGD(PeerPolicy):
     paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of 003"
 
     graph: str = parameter("ring", doc="who may average with whom: ring, torus, complete, ... or a file")
-    machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
+    machines: tuple[int, ...] | None = option(
+        None, low=1, doc="peers on each machine, for hierarchical graphs"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +45,9 @@ class ADPSGD(PeerPolicy):
 
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines)
+
+    def placed(self, machines: tuple[int, ...]) -> ADPSGD:
+        return replace(self, machines=machines) if graphs.lacks_placement(self.graph, self.machines) else self
 
     def validate(self, members: Members) -> None:
         if not is_symmetric(self.topology(members.workers)):

@@ -30,7 +30,7 @@ are not doubly stochastic, so those who are late count for less; with data that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
@@ -63,7 +63,9 @@ class Hop(PeerPolicy):
     notify_ack: bool = option(False, doc="also wait until out-neighbours have used the update before (NOTIFY-ACK)")
     order: str = option("parallel", doc="parallel: send, then compute; serial: compute, apply, then send")
     weights: str = option("balanced", doc="balanced: doubly stochastic; uniform: 1/in-degree whatever comes of it")
-    machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
+    machines: tuple[int, ...] | None = option(
+        None, low=1, doc="peers on each machine, for hierarchical graphs"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +108,9 @@ class Hop(PeerPolicy):
 
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines, self.weights == "uniform")
+
+    def placed(self, machines: tuple[int, ...]) -> Hop:
+        return replace(self, machines=machines) if graphs.lacks_placement(self.graph, self.machines) else self
 
     def validate(self, members: Members) -> None:
         graph = self.topology(members.workers)

@@ -33,6 +33,7 @@ from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.enrolling import leave_keys
 from paceline.runtime.live.far import FarLink, KeyPair
 from paceline.runtime.live.joining import BEGUN
+from paceline.runtime.live.receiving import localized
 from paceline.runtime.live.recording import SUFFIX
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.steady import Frames, Steady
@@ -130,9 +131,9 @@ class Agent:
         now = time.monotonic()
         self.clock_offset = welcome.now - (welcome.at + now) / 2
         (folder / "trace").mkdir(exist_ok=True)
-        config = structs.replace(
-            msgspec.json.decode(welcome.config, type=wire.LiveConfig), output=str(folder / "trace")
-        )
+        config = msgspec.json.decode(welcome.config, type=wire.LiveConfig)
+        abroad = localized(config.abroad, self.offer.address) if config.abroad is not None else None
+        config = structs.replace(config, output=str(folder / "trace"), abroad=abroad)
         (folder / "config").write_bytes(msgspec.json.encode(config))
         self.config = config
         if not (folder / doors.NONCE).exists():

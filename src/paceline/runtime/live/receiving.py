@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
@@ -259,14 +260,23 @@ def listen(file: Path, abroad: wire.Abroad, keys: KeyPair | None) -> FarListener
 
 def routable(host: str) -> str:
     """The address to tell others, of a listener on all interfaces: that of the one that leads outside."""
-    if host != EVERYWHERE:
-        return host
+    return host if host != EVERYWHERE else leading_to("192.0.2.1")
+
+
+def leading_to(address: str) -> str:
+    """The address of this host on the interface that leads there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel says which interface it would leave by
+            probe.connect((address, 9))  # nothing is sent: the kernel says which interface it would leave by
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
+
+
+def localized(abroad: wire.Abroad, driver: str) -> wire.Abroad:
+    """How processes of this host are to listen: on the interface that leads to the driver, at tcp://HOST:PORT."""
+    here = leading_to(driver.removeprefix("tcp://").rpartition(":")[0])
+    return structs.replace(abroad, host=here, advertise=here)
 
 
 def process_of(name: bytes) -> Process:

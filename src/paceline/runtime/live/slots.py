@@ -39,6 +39,11 @@ def peer_path(folder: Path, rank: int, incarnation: int) -> Path:
     return folder / f"peer-{rank}.{incarnation}"
 
 
+def home_path(folder: Path, rank: int, incarnation: int) -> Path:
+    """A link to the folder of a peer that another launcher brought to this host, left by it for its neighbours."""
+    return folder / f"home-{rank}.{incarnation}"
+
+
 def slot_path(folder: Path, sender: Process, number: int) -> Path:
     return folder / f"slot-{sender[0]}.{sender[1]}-{number}"
 
@@ -101,6 +106,10 @@ class Shelf:
         """This member may read what is in the slot."""
         self.lent[number][1].append((rank, self.members[rank]))
 
+    def give_back(self, number: int, rank: int, serial: int) -> None:
+        """Write the word of a reader on another host."""
+        self.slots[number].words[rank] = serial
+
     def is_free(self, number: int) -> bool:
         serial, readers = self.lent[number]
         words = self.slots[number].words
@@ -125,7 +134,7 @@ class Mail:
         slot = self.known.get(key)
         if slot is None:
             try:
-                descriptor = os.open(slot_path(self.folder, *key), os.O_RDWR)
+                descriptor = os.open(slot_path(self._home(key[0]), *key), os.O_RDWR)
             except FileNotFoundError:
                 return False
             try:
@@ -135,6 +144,11 @@ class Mail:
             slot = self.known[key] = Slot(buffer, self.layout, self.readers)
         self.held[handle] = slot
         return True
+
+    def _home(self, sender: Process) -> Path:
+        """The folder of a neighbour on this host."""
+        elsewhere = home_path(self.folder, *sender)
+        return elsewhere if elsewhere.exists() else self.folder
 
     def let_go(self, handle: Handle) -> None:
         """This peer is done with them; their sender may write over them."""
