@@ -33,6 +33,7 @@ from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.enrolling import leave_keys
 from paceline.runtime.live.far import FarLink, KeyPair
 from paceline.runtime.live.joining import BEGUN
+from paceline.runtime.live.receiving import on_host
 from paceline.runtime.live.recording import SUFFIX
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.steady import Frames, Steady
@@ -59,6 +60,8 @@ class Offer:
     ranks: tuple[int, ...] = ()
     patience_s: float = 60.0
     """How long it waits for a driver that is silent."""
+    advertise: str = ""
+    """The address of this host that others reach its servers by; "": what the driver says."""
 
 
 class Agent:
@@ -101,13 +104,17 @@ class Agent:
                 self.say(f"the run is over: {self.over.reason}")
             return self.over.code
         finally:
-            self._end_all()
-            self.echo.close_all()
-            self.link.close()
-            with contextlib.suppress(AttributeError):
-                self.listener.close()
-            self.waiter.close()
-            self.folder.remove()
+            self.close()
+
+    def close(self) -> None:
+        """End all processes; nothing is left."""
+        self._end_all()
+        self.echo.close_all()
+        self.link.close()
+        with contextlib.suppress(AttributeError):
+            self.listener.close()
+        self.waiter.close()
+        self.folder.remove()
 
     # Arriving.
 
@@ -131,6 +138,8 @@ class Agent:
         config = structs.replace(
             msgspec.json.decode(welcome.config, type=wire.LiveConfig), output=str(folder / "trace")
         )
+        if config.abroad is not None and self.offer.advertise:
+            config = structs.replace(config, abroad=on_host(config.abroad, self.offer.advertise))
         (folder / "config").write_bytes(msgspec.json.encode(config))
         self.config = config
         if not (folder / doors.NONCE).exists():
@@ -160,9 +169,9 @@ class Agent:
         for descriptor in ready:
             if descriptor in self.echo.begun:
                 self.echo.hear(descriptor)
-        for descriptor in ready:
-            if descriptor in self.children:
-                self._child_ended(self.children.pop(descriptor))
+        for sentinel, child in list(self.children.items()):
+            if sentinel in ready or child.has_left():
+                self._child_ended(self.children.pop(sentinel))
         if not hasattr(self, "listener"):
             self.knock()
         self.steady.tick(dispatch.encode(dispatch.Ping()))

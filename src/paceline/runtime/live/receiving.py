@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
@@ -224,6 +225,12 @@ def routable(host: str) -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
+
+
+def on_host(abroad: wire.Abroad, advertise: str) -> wire.Abroad:
+    """The same on another host, which others reach by this address."""
+    host = EVERYWHERE if abroad.host == EVERYWHERE else advertise
+    return structs.replace(abroad, host=host, advertise=advertise)
 
 
 def process_of(name: bytes) -> Process:
