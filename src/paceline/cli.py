@@ -26,6 +26,7 @@ from paceline.commands.compare import Compare, Simulate
 from paceline.commands.graph import Graph
 from paceline.commands.host import Host
 from paceline.commands.hosts import Join, Serve
+from paceline.commands.replay import Replay
 from paceline.commands.reproduce import Reproduce
 from paceline.commands.run import Report, Resume, Run, Servers
 from paceline.commands.tune import Tune
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Any] = {
     "join": Join,
     "host": Host,
     "servers": Servers,
+    "replay": Replay,
     "report": Report,
     "reproduce": Reproduce,
     "tune": Tune,

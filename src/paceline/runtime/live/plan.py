@@ -36,3 +36,5 @@ class LivePlan:
     """Called when agents may come."""
     abroad: Abroad | None = None
     """How it crosses hosts, if it may."""
+    servers_asked: int | None = None
+    """How many servers somebody has asked for: too many, if the script's policy has none."""
