@@ -273,10 +273,10 @@ def leading_to(address: str) -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def localized(abroad: wire.Abroad, driver: str) -> wire.Abroad:
-    """How processes of this host are to listen: on the interface that leads to the driver, at tcp://HOST:PORT."""
-    here = leading_to(driver.removeprefix("tcp://").rpartition(":")[0])
-    return structs.replace(abroad, host=here, advertise=here)
+def on_host(abroad: wire.Abroad, advertise: str) -> wire.Abroad:
+    """The same on another host, which others reach by this address."""
+    host = EVERYWHERE if abroad.host == EVERYWHERE else advertise
+    return structs.replace(abroad, host=host, advertise=advertise)
 
 
 def process_of(name: bytes) -> Process:
