@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
     try:
         own, script = split_script(arguments)
         command = read(own or ["--help"])
-        if isinstance(command, Run | Join):
+        if isinstance(command, Run | Serve | Join):
             return command.main(script)
         return int(command.main())
     except ConfigError as error:

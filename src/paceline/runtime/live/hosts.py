@@ -89,6 +89,8 @@ class Host:
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
+    last_code: int = 0
+    """With which the last of them that ended has."""
 
     def say(self, message: dispatch.ToAgent, frames: tuple[bytes, ...] = ()) -> None:
         self.steady.say(dispatch.encode(message), frames)
@@ -168,10 +170,19 @@ class Hosts:
         host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
         for place in range(arrive.workers):
             rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank()
+            self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
+
+    def _replace(self, rank: int) -> None:
+        """Another agent is for this worker now: the one it had, of another name, is not counted on any more."""
+        before = self.home.get(rank)
+        if before is not None:
+            if self.hosts.get(before.name) is before:
+                self._give_up(before, "has been replaced")
+            self.lost.pop(before.name, None)
 
     def _free_rank(self) -> int:
         taken = {child.rank for child in self.driver.live_workers()} | set(self.home)
@@ -196,6 +207,7 @@ class Hosts:
                 child = host.children.pop((message.role, message.rank, message.incarnation), None)
                 if child is not None:
                     child.code, child.last_words = message.code, message.last_words
+                    host.last_code = message.code
                     if message.last_words:
                         driver.say(message.last_words)
                     driver.children.pop(child.sentinel, None)
