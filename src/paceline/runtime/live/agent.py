@@ -28,7 +28,7 @@ from paceline.runtime.live import dispatch, doors, luggage, memory, slots, wire
 from paceline.runtime.live.abroad import key_path
 from paceline.runtime.live.bell import Bell
 from paceline.runtime.live.bell import path as bell_path
-from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.children import Child, StartWorker, how, start_server
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.enrolling import leave_keys
 from paceline.runtime.live.far import FarLink, KeyPair
@@ -92,6 +92,8 @@ class Agent:
         self.clock_offset = 0.0
         """The driver's clock less this host's."""
         self.over: dispatch.Over | None = None
+        self.failed = ""
+        """The end of what the last process that ended has printed, if it failed."""
         self.steady: Steady
         self.listener: Listener
 
@@ -265,8 +267,9 @@ class Agent:
             key_path(folder, child.rank, child.incarnation).unlink(missing_ok=True)
             if code:
                 slots.remove(folder, child.rank, child.incarnation)
-        last = "\n".join(self.last_lines) if code > 0 else ""
-        self.steady.say(dispatch.encode(dispatch.Ended(child.role, child.rank, child.incarnation, code, last)))
+        self.failed = "\n".join(self.last_lines) or f"{child} {how(code)}" if code > 0 else ""
+        ended = dispatch.Ended(child.role, child.rank, child.incarnation, code, self.failed)
+        self.steady.say(dispatch.encode(ended))
 
     def _send_trace(self, path: Path) -> None:
         self._send_file(path, f"trace/{path.name}")
