@@ -20,6 +20,7 @@ writer was killed, and nobody was told of it.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import zlib
@@ -141,6 +142,17 @@ def snapshot_path(folder: Path, number: int) -> Path:
 def numbers(folder: Path, suffix: str) -> list[int]:
     """Of the segments, or of the whole snapshots, the oldest first."""
     return sorted(int(path.stem) for path in folder.glob(f"*{suffix}"))
+
+
+def hold(folder: Path) -> int:
+    """Be the one who uses the log in this folder; the kernel lets go of the descriptor with the process."""
+    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise PacelineError(f"another process writes the log in {folder}: is the run still going on?") from None
+    return descriptor
 
 
 class Log:

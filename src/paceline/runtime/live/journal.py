@@ -10,8 +10,6 @@ then on restarts this server as one that is not durable.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import threading
 import time
@@ -28,7 +26,6 @@ from paceline.core.events import Event, PushArrived
 from paceline.core.freezing import CannotFreeze, freeze
 from paceline.core.messages import Handle, Node
 from paceline.core.shard import Shard
-from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat
 from paceline.runtime.live import durable, wire
 from paceline.runtime.live.durable import Kept, Log, Logged, Meta, Rated, raw
@@ -80,7 +77,7 @@ class Journal:
 
     def bring_back(self, order: wire.Configure) -> None:
         """Have the server know everything the life before this one knew; the log goes on where that ended."""
-        self._lock()
+        durable.hold(self.folder)
         rebuilt = rebuild(self.folder, threads_of(len(order.assignment)))
         self.segment, self.told, self.life = rebuilt.segment, rebuilt.told, rebuilt.meta.life
         self.log = Log(durable.log_path(self.folder, self.segment), rebuilt.end)
@@ -102,7 +99,7 @@ class Journal:
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            self._lock()
+            durable.hold(self.folder)
             optimizer = self.server.holding.optimizer
             durable.write_snapshot(self.folder, 0, self.describe(None), optimizer.values, optimizer.state())
             self.log = Log(durable.log_path(self.folder, 0))
@@ -110,14 +107,6 @@ class Journal:
         except (OSError, SafetensorError) as error:
             self.give_up(error)
         return JournalSeat(self, machine)
-
-    def _lock(self) -> None:
-        """One writer at a time: the kernel lets go of it with the process."""
-        descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PacelineError(f"another process writes the log in {self.folder}") from None
 
     def describe(self, machine: object) -> Meta:
         server, holding = self.server, self.server.holding
