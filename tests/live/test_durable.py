@@ -228,7 +228,7 @@ def test_a_run_whose_driver_was_killed_goes_on_from_the_logs(tmp_path: Path) -> 
 
 def test_a_record_that_is_not_whole_was_never_written(tmp_path: Path) -> None:
     path = tmp_path / "000000.log"
-    log = Log(path)
+    log = Log(tmp_path, 0)
     gradient = torch.arange(100.0)
     log.append(Logged(TimerFired(1.0, 2), 3))
     log.append(Kept(Handle(0, 0, 1, 2, 400), (5,)), [durable.raw(gradient[:30]), durable.raw(gradient[30:])])
@@ -236,21 +236,35 @@ def test_a_record_that_is_not_whole_was_never_written(tmp_path: Path) -> None:
     log.append(Kept(Handle(1, 0, 1, 2, 400), ()), [durable.raw(gradient)])
     log.close()
     whole = path.read_bytes()
-    entries = list(durable.read(path))
+    entries = list(durable.read(tmp_path, 0))
     assert [entry.said for entry in entries][:2] == [Logged(TimerFired(1.0, 2), 3), Kept(Handle(0, 0, 1, 2, 400), (5,))]
     assert torch.equal(torch.frombuffer(entries[1].gradient, dtype=torch.float32), gradient)
     assert [entry.end for entry in entries][1:] == [before, len(whole)]
     for length in range(before, len(whole)):
         path.write_bytes(whole[:length])
-        assert len(list(durable.read(path))) == 2
+        assert len(list(durable.read(tmp_path, 0))) == 2
     for damaged in (before + 1, before + 10, before + 30, len(whole) - 1):
         path.write_bytes(whole[:damaged] + bytes([whole[damaged] ^ 1]) + whole[damaged + 1 :])
-        assert len(list(durable.read(path))) == 2
+        assert len(list(durable.read(tmp_path, 0))) == 2
     path.write_bytes(whole[: before + 50])
-    log = Log(path, before)
+    log = Log(tmp_path, 0, before)
     log.append(Logged(TimerFired(4.0, 5), 6))
     log.close()
-    assert [type(entry.said) for entry in durable.read(path)] == [Logged, Kept, Logged]
+    assert [type(entry.said) for entry in durable.read(tmp_path, 0)] == [Logged, Kept, Logged]
+
+
+def test_what_a_segment_leaves_in_a_later_one_is_not_read(tmp_path: Path) -> None:
+    old = Log(tmp_path, 3)
+    for number in range(5):
+        old.append(Logged(TimerFired(1.0, number), 3))
+    old.close()
+    durable.log_path(tmp_path, 3).rename(tmp_path / durable.SPARE)
+    new = Log(tmp_path, 4)
+    new.append(Logged(TimerFired(1.0, 7), 3))
+    assert len(durable.log_path(tmp_path, 4).read_bytes()) > new.position
+    assert [entry.said for entry in durable.read(tmp_path, 4)] == [Logged(TimerFired(1.0, 7), 3)]
+    new.close()
+    assert len(durable.log_path(tmp_path, 4).read_bytes()) == new.position
 
 
 def test_two_processes_never_write_one_log(tmp_path: Path) -> None:
@@ -262,7 +276,7 @@ def test_two_processes_never_write_one_log(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_durable_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hop.* has no servers that could be durable"):
+    with pytest.raises(ConfigError, match=r"hop.* has no servers that could be durable"):
         Keeping(tmp_path, durable=Durable()).check(policies.parse("hop"))
     with pytest.raises(ConfigError, match="it was not run with --durable"):
         replay(tmp_path)
