@@ -89,6 +89,8 @@ class Host:
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
+    last_code: int = 0
+    """With which the last of them that ended has."""
 
     def say(self, message: dispatch.ToAgent, frames: tuple[bytes, ...] = ()) -> None:
         self.steady.say(dispatch.encode(message), frames)
@@ -111,8 +113,6 @@ class Hosts:
         """The conversation each name is in, or was in last."""
         self.home: dict[int, Host] = {}
         """Where each worker belongs."""
-        self.ranks: dict[bytes, tuple[int, ...]] = {}
-        """The workers each host had, for when it comes back."""
         self.lost: dict[bytes, float] = {}
         """Hosts with workers that were given up, and when."""
         self.number = 0
@@ -168,18 +168,29 @@ class Hosts:
             return
         config = (driver.folder.path / "config").read_bytes()
         host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
-        known = arrive.ranks or self.ranks.get(name, ())
+        before = [rank for rank, home in self.home.items() if home.name == name]
         for place in range(arrive.workers):
-            rank = known[place] if place < len(known) else self._free_rank()
+            rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
+            self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
-        self.ranks[name] = tuple(host.ranks)
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
 
-    def _free_rank(self) -> int:
-        taken = {child.rank for child in self.driver.live_workers()} | set(self.home)
-        return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+    def _replace(self, rank: int) -> None:
+        """Another agent is for this worker now: the one it had, of another name, is not counted on any more."""
+        before = self.home.get(rank)
+        if before is not None:
+            if self.hosts.get(before.name) is before:
+                self._give_up(before, "has been replaced")
+            self.lost.pop(before.name, None)
+
+    def _free_rank(self, before: list[int]) -> int:
+        """A rank that nobody has: one that this host had before, if it can be, or one of a host that is gone."""
+        taken = {child.rank for child in self.driver.live_workers()}
+        taken.update(rank for rank, home in self.home.items() if self.hosts.get(home.name) is home)
+        free: int = next(rank for rank in (*before, *range(len(taken) + 1)) if rank not in taken)
+        return free
 
     def _take(self, host: Host, message: dispatch.FromAgent, frames: list[memoryview]) -> None:
         driver = self.driver
@@ -200,6 +211,7 @@ class Hosts:
                 child = host.children.pop((message.role, message.rank, message.incarnation), None)
                 if child is not None:
                     child.code, child.last_words = message.code, message.last_words
+                    host.last_code = message.code
                     if message.last_words:
                         driver.say(message.last_words)
                     driver.children.pop(child.sentinel, None)
