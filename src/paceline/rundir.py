@@ -5,6 +5,7 @@ metrics.json         the summary and the history
 trace.jsonl          every event and every decision (core/trace.py)
 model.safetensors    the model's state: `model.load_state_dict(safetensors.torch.load_file(...))`
 average.safetensors  the same with the moving average of the parameters, if one was kept (`ema`)
+durable/             the servers' logs, if they have any: see runtime/live/durable.py
 checkpoints/         see runtime/live/checkpoint.py
 live.json            while it runs: where its driver listens (`paceline servers DIR N`)
 """
@@ -78,6 +79,7 @@ def save(folder: Path, run: Run) -> None:
         "summary": run.summary(),
         "history": [point._asdict() for point in run.history],
         "failures": run.failures,
+        "consensus": run.consensus,
     }
     write_whole(folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n")
     write_whole(folder / TRACE, run.trace.to_bytes())
@@ -116,5 +118,6 @@ def load(folder: Path) -> Run:
         average=average,
         evaluated=metrics["summary"].get("evaluated", ON_SERVERS),
         failures=metrics["failures"],
+        consensus=[(at_s, distance) for at_s, distance in metrics.get("consensus", ())],
         server_changes=[ServerChange(**change) for change in metrics["summary"].get("server_changes", ())],
     )

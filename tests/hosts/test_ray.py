@@ -113,5 +113,3 @@ def wait_for(process: subprocess.Popen[str], log: Path, happened) -> None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)
-
-

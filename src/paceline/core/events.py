@@ -82,6 +82,16 @@ class PullArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     pull: Pull
 
 
+class PullRepeated(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A worker that waits asked this shard again, for the first time in a new life of its server.
+
+    What the life before has answered may never have reached it.
+    """
+
+    at: float
+    pull: Pull
+
+
 class ParametersArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A shard's answer has reached the worker, whole."""
 
@@ -148,6 +158,16 @@ class ComputeAborted(Struct, frozen=True, array_like=True, tag=True, gc=False):
     attempt: int
 
 
+class GradientRejected(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A peer's computation is done, and its gradient must not be applied (not finite, or none at all)."""
+
+    at: float
+    iteration: int
+    attempt: int
+    nbytes: tuple[int, ...]
+    reason: str
+
+
 class UpdateArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A neighbour's parameters have reached this peer, whole."""
 
@@ -190,7 +210,7 @@ class ReplyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     reply: Reply
 
 
-PeerEvent = UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
+PeerEvent = GradientRejected | UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
 Event = (
     ViewChanged
     | Restored
@@ -198,6 +218,7 @@ Event = (
     | PushArrived
     | PushRejected
     | PullArrived
+    | PullRepeated
     | ParametersArrived
     | GradientReady
     | TimerFired

@@ -10,12 +10,14 @@ from paceline.core.events import (
     ComputeAborted,
     Event,
     GradientReady,
+    GradientRejected,
     HelloArrived,
     NotifyArrived,
     OfferArrived,
     ParametersArrived,
     PlanArrived,
     PullArrived,
+    PullRepeated,
     PushArrived,
     PushRejected,
     ReleaseArrived,
@@ -82,10 +84,14 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"{in_words(push)} rejected, {reason}"
         case PullArrived(pull=pull):
             return in_words(pull)
+        case PullRepeated(pull=pull):
+            return f"{in_words(pull)} again, to a new life of the server"
         case ParametersArrived(parameters=parameters):
             return f"answer of shard {parameters.shard} to {in_words(parameters)}"
         case GradientReady(iteration=iteration):
             return f"gradient of iteration {iteration} ready"
+        case GradientRejected(iteration=iteration, reason=reason):
+            return f"gradient of iteration {iteration} rejected, {reason}"
         case TimerFired(timer=timer):
             return f"timer {timer} fired"
         case RiseArrived(rise=rise):

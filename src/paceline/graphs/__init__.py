@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from paceline.core.topology import Edge, Topology, topology
 from paceline.errors import ConfigError
-from paceline.graphs.files import read_edges
+from paceline.graphs.files import read_edges, stamp, whole_path
 
 HIERARCHICAL = ("hierarchical", "hierarchical-spread")
 
@@ -92,8 +92,8 @@ def is_file(graph: str) -> bool:
     return "." in graph or "/" in graph
 
 
-def check_name(graph: str, machines: tuple[int, ...] | None) -> None:
-    """Refuse, in one line, a name that means nothing, or a placement where none is used."""
+def check_name(graph: str, machines: tuple[int, ...] | None) -> str:
+    """The name, of a file with its whole path. Refuses what means nothing, and a placement where none is used."""
     if graph in HIERARCHICAL and machines is None:
         raise ConfigError(f"graph={graph} needs machines=: how many peers each has, as machines=4:2:2")
     if machines is not None and graph not in HIERARCHICAL:
@@ -103,12 +103,18 @@ def check_name(graph: str, machines: tuple[int, ...] | None) -> None:
         near = get_close_matches(graph, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown graph {graph!r}{hint} (known: {', '.join(known)}, or a file: x.graphml, x.edges)")
+    return graph if graph in known else whole_path(graph)
+
+
+def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, uniform: bool = False) -> Topology:
+    """The graph of this name or file for so many peers, checked."""
+    name = check_name(graph, machines)
+    return _load(name, peers, machines, uniform, stamp(name) if is_file(name) else 0)
 
 
 @lru_cache(maxsize=64)
-def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, uniform: bool = False) -> Topology:
-    """The graph of this name or file for so many peers, checked."""
-    check_name(graph, machines)
+def _load(graph: str, peers: int, machines: tuple[int, ...] | None, uniform: bool, written: int) -> Topology:
+    """The same, found once for each time `written` that the file was."""
     if graph in HIERARCHICAL and machines is not None:
         if sum(machines) != peers:
             raise ConfigError(

@@ -38,7 +38,7 @@ class ADPSGD(PeerPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        graphs.check_name(self.graph, self.machines)
+        object.__setattr__(self, "graph", graphs.check_name(self.graph, self.machines))
 
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines)

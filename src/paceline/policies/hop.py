@@ -70,7 +70,7 @@ class Hop(PeerPolicy):
         for name, value, known in (("order", self.order, ORDERS), ("weights", self.weights, WEIGHTS)):
             if value not in known:
                 raise ConfigError(f"hop:{name}={value} is not one of {', '.join(known)}")
-        graphs.check_name(self.graph, self.machines)
+        object.__setattr__(self, "graph", graphs.check_name(self.graph, self.machines))
         if self.notify_ack and (self.backup or self.staleness is not None or self.max_gap is not None):
             raise ConfigError("hop:notify_ack bounds the gap by itself: it goes without backup, staleness and max_gap")
         if self.backup and self.max_gap is None:

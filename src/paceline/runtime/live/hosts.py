@@ -113,6 +113,8 @@ class Hosts:
         """The conversation each name is in, or was in last."""
         self.home: dict[int, Host] = {}
         """Where each worker belongs."""
+        self.ranks: dict[bytes, tuple[int, ...]] = {}
+        """The workers each host had, for when it comes back."""
         self.lost: dict[bytes, float] = {}
         """Hosts with workers that were given up, and when."""
         self.number = 0
@@ -168,12 +170,14 @@ class Hosts:
             return
         config = (driver.folder.path / "config").read_bytes()
         host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
+        known = arrive.ranks or self.ranks.get(name, ())
         for place in range(arrive.workers):
-            rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank()
+            rank = known[place] if place < len(known) else self._free_rank()
             self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
+        self.ranks[name] = tuple(host.ranks)
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
 
     def _replace(self, rank: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline import policies
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
-from paceline.core.events import Event, GradientReady, ViewChanged
+from paceline.core.events import Event, GradientReady, GradientRejected, ViewChanged
 from paceline.core.gossip import NOBODY, Gossip
 from paceline.core.messages import Ack, Hello, Node, Offer, Reply, Token, Update, View
 from paceline.core.peer import Peer
@@ -75,8 +75,6 @@ class LivePeer:
         self.view = View(0, ())
         self.ordered: Compute | None = None
         self.holds_parameters = False
-        self.refused = False
-        """There is no gradient, or none that can be used: its step is left out, and all else is done."""
         self.changed = False
         """The parameters are not those that it left last."""
         self.dropped = [False]
@@ -201,14 +199,14 @@ class LivePeer:
         """Hand a gradient in; return when the model holds the parameters of the next iteration."""
         self.check_whole(gradients)
         finite = all(is_finite(gradient) for gradient in gradients if gradient is not None)
-        if not finite:
-            rejected = wire.Rejected(self.rank, self.iteration, "the gradient is not finite")
-            self.driver.send(wire.encode(rejected))
-        self.hand_in(not finite, hyper)
+        refusal = "" if finite else "the gradient is not finite"
+        if refusal:
+            self.driver.send(wire.encode(wire.Rejected(self.rank, self.iteration, refusal)))
+        self.hand_in(refusal, hyper)
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """An iteration without a gradient: parameters are exchanged all the same."""
-        self.hand_in(True, hyper)
+        self.hand_in("the peer skipped this step", hyper)
 
     def check_whole(self, gradients: Sequence[Tensor | None]) -> None:
         """Refuse what would go wrong in silence: this is not the process or not the model that was described."""
@@ -223,20 +221,23 @@ class LivePeer:
                     "time; load or change them before paceline.Optimizer is made"
                 )
 
-    def hand_in(self, refused: bool, hyper: tuple[Hyper, ...]) -> None:
+    def hand_in(self, refusal: str, hyper: tuple[Hyper, ...]) -> None:
+        """A computation is done. With a `refusal` its step is left out, and all else is done."""
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
-        self.refused = refused
         self.dropped[0] = True
         self.hyper = hyper
         self.hear(0.0)
-        nbytes = (self.layout.numel * self.layout.itemsize,)
-        self.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, nbytes))
+        nbytes, now = (self.layout.numel * self.layout.itemsize,), self.now()
+        if refusal:
+            self.tell(GradientRejected(now, ordered.iteration, ordered.attempt, nbytes, refusal))
+        else:
+            self.tell(GradientReady(now, ordered.iteration, ordered.attempt, nbytes))
         self.await_order()
         self.changes = [tensor._version for tensor in self.model.tensors]
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
-        self.hands.settle(counted=self.refused or not self.dropped[0])
+        self.hands.settle(counted=bool(refusal) or not self.dropped[0])
         if time.monotonic() - self.told_status_s > STATUS_S:
             self.tell_status()
         if self.stopping:
@@ -347,9 +348,8 @@ class LivePeer:
 
     def apply(self, action: Apply) -> None:
         self.changed = True
-        if not self.refused:
-            self.values.step(self.step)
-            self.dropped[0] = False
+        self.values.step(self.step)
+        self.dropped[0] = False
 
     def drop(self, action: Drop) -> None:
         if action.handle.source != self.rank:

@@ -25,6 +25,7 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline import serverless
 from paceline.core.messages import Members, View
 from paceline.core.policy import PeerPolicy
 from paceline.errors import RunFailed
@@ -51,6 +52,8 @@ class Final(Struct):
     learned: State
     iteration: int
     count: int
+    distance: float
+    """How far the peers were from it, in the mean."""
 
 
 class Peers:
@@ -72,7 +75,12 @@ class Peers:
 
     def prepare(self) -> None:
         """The policy is known, and has no servers: what was started for one that has is let go."""
-        driver = self.driver
+        driver, plan, policy = self.driver, self.driver.plan, self.driver.policy
+        assert isinstance(policy, PeerPolicy)
+        serverless.refuse_servers(policy, plan.servers_asked, plan.slicing)
+        serverless.check_live_scenario(policy, plan.cluster, driver.members)
+        if warning := serverless.warning_of(policy, driver.members.workers):
+            driver.say(f"warning: {warning}")
         for child in [child for child in driver.children.values() if child.role == "server"]:
             del driver.children[child.sentinel]
             driver.waiter.forget(child.sentinel)
@@ -81,9 +89,9 @@ class Peers:
         driver.members = Members(driver.members.workers, 0)
         driver.servers = Servers(driver, 0)
         keeper = driver.keeper
-        if keeper is None or driver.policy is None:
+        if keeper is None:
             return
-        keeper.keeping.check(driver.policy)
+        keeper.keeping.check(policy)
         if keeper.keeping.resume and keeper.last is not None:
             self._resume(keeper.last)
 
@@ -216,4 +224,5 @@ def average(left: list[Mapping[str, Tensor]], layout: Layout) -> Final:
         counts = name.removeprefix(LEARNED) in (*SCALARS, THERE)
         learned[name.removeprefix(LEARNED)] = have.amax(0) if counts else have.mean(0)
     iteration = max(int(each[ITERATION].item()) for each in left)
-    return Final(values, learned, iteration, len(left))
+    apart = sum(float(torch.linalg.vector_norm(each[VALUES] - values)) for each in left) / len(left)
+    return Final(values, learned, iteration, len(left), apart)

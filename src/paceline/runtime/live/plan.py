@@ -38,3 +38,5 @@ class LivePlan:
     """Called now and then: what places the processes may have something to say."""
     abroad: Abroad | None = None
     """How it crosses hosts, if it may."""
+    servers_asked: int | None = None
+    """How many servers somebody has asked for: too many, if the script's policy has none."""

@@ -95,7 +95,8 @@ class Watchman:
             stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
             if stuck > limit:
                 pushed = self.status[child.rank].pushed if child.rank in self.status else 0
-                self.driver.say(f"{child} has not pushed for {stuck:.1f} s (it is at iteration {pushed}): given up")
+                deed = "stepped" if self.driver.peers.active else "pushed"
+                self.driver.say(f"{child} has not {deed} for {stuck:.1f} s (it is at iteration {pushed}): given up")
                 del self.moved_s[child.rank]
                 child.kill()
 
