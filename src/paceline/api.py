@@ -313,7 +313,9 @@ def check_live(
     if isinstance(checked, PeerPolicy):
         refuse_servers(checked, servers, slicing)
         members = Members(workers, 0)
-    if checked is not None:
+    if isinstance(checked, PeerPolicy):
+        checked.placed((workers,)).validate(members)  # on which hosts they will be nobody knows yet
+    elif checked is not None:
         checked.validate(members)
     scenario = check_cluster(cluster, members) if cluster is not None else None
     if isinstance(checked, PeerPolicy):

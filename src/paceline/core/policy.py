@@ -112,6 +112,11 @@ class PeerPolicy(Policy):
         """Who sends to whom, among so many."""
         raise NotImplementedError
 
+    def placed(self, machines: tuple[int, ...]) -> PeerPolicy:
+        """The policy with so many peers on each machine, in the order of ranks, if its graph asks for that and nobody
+        has said it."""
+        return self
+
     def most_ahead(self, there: int, back: int) -> float:
         """By how many iterations i may be ahead of j at most (003, Table 1), with `there` the length of the shortest
         path i -> j, `back` that of j -> i."""

@@ -10,7 +10,8 @@
     hierarchical-spread   the same, with another node of the machine for each of its two bridges (003, Figure 21c)
     FILE          .graphml, or a list of edges (anything else): "a b" a line, a sends to b
 
-The hierarchical ones need `machines`: how many peers are on the first machine, the second, ...
+The hierarchical ones need `machines`: how many peers are on the first machine, the second, ... Live runs know it: there
+machines are the hosts.
 """
 
 from __future__ import annotations
@@ -92,10 +93,13 @@ def is_file(graph: str) -> bool:
     return "." in graph or "/" in graph
 
 
+def lacks_placement(graph: str, machines: tuple[int, ...] | None) -> bool:
+    """Whether it is not said yet who is on which machine, though the graph asks for it. Live, the hosts say it."""
+    return graph in HIERARCHICAL and machines is None
+
+
 def check_name(graph: str, machines: tuple[int, ...] | None) -> str:
     """The name, of a file with its whole path. Refuses what means nothing, and a placement where none is used."""
-    if graph in HIERARCHICAL and machines is None:
-        raise ConfigError(f"graph={graph} needs machines=: how many peers each has, as machines=4:2:2")
     if machines is not None and graph not in HIERARCHICAL:
         raise ConfigError(f"machines= is for the graphs {' and '.join(HIERARCHICAL)}, not for {graph}")
     known = [*NAMED, *HIERARCHICAL]
@@ -109,6 +113,8 @@ def check_name(graph: str, machines: tuple[int, ...] | None) -> str:
 def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, uniform: bool = False) -> Topology:
     """The graph of this name or file for so many peers, checked."""
     name = check_name(graph, machines)
+    if lacks_placement(graph, machines):
+        raise ConfigError(f"graph={graph} needs machines=: how many peers each has, as machines=4:2:2")
     return _load(name, peers, machines, uniform, stamp(name) if is_file(name) else 0)
 
 
@@ -128,4 +134,4 @@ def _load(graph: str, peers: int, machines: tuple[int, ...] | None, uniform: boo
     return topology(peers, edges, uniform)
 
 
-__all__ = ["HIERARCHICAL", "NAMED", "check_name", "load"]
+__all__ = ["HIERARCHICAL", "NAMED", "check_name", "lacks_placement", "load"]

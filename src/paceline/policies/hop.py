@@ -30,7 +30,7 @@ are not doubly stochastic, so those who are late count for less; with data that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
@@ -106,6 +106,9 @@ class Hop(PeerPolicy):
 
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines, self.weights == "uniform")
+
+    def placed(self, machines: tuple[int, ...]) -> Hop:
+        return replace(self, machines=machines) if graphs.lacks_placement(self.graph, self.machines) else self
 
     def validate(self, members: Members) -> None:
         graph = self.topology(members.workers)

@@ -33,13 +33,14 @@ from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.enrolling import leave_keys
 from paceline.runtime.live.far import FarLink, KeyPair
 from paceline.runtime.live.joining import BEGUN
+from paceline.runtime.live.receiving import leading_to, on_host
 from paceline.runtime.live.recording import SUFFIX
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.steady import Frames, Steady
 
 TICK_S = 0.2
 REOPEN_S = 0.5
-DRIVER_DEAD_S = 5.0
+DRIVER_DEAD_S = 3.0
 """How long the agent goes on when the driver's host says that nobody listens there any more."""
 LOOK_S = 1.0
 """How often it looks whether anybody listens there."""
@@ -61,6 +62,8 @@ class Offer:
     ranks: tuple[int, ...] = ()
     patience_s: float = 60.0
     """How long it waits for a driver that is silent."""
+    advertise: str = ""
+    """The address of this host that others reach its servers by; "": what the driver says."""
 
 
 class Agent:
@@ -105,13 +108,17 @@ class Agent:
                 self.say(f"the run is over: {self.over.reason}")
             return self.over.code
         finally:
-            self._end_all()
-            self.echo.close_all()
-            self.link.close()
-            with contextlib.suppress(AttributeError):
-                self.listener.close()
-            self.waiter.close()
-            self.folder.remove()
+            self.close()
+
+    def close(self) -> None:
+        """End all processes; nothing is left."""
+        self._end_all()
+        self.echo.close_all()
+        self.link.close()
+        with contextlib.suppress(AttributeError):
+            self.listener.close()
+        self.waiter.close()
+        self.folder.remove()
 
     # Arriving.
 
@@ -132,9 +139,10 @@ class Agent:
         now = time.monotonic()
         self.clock_offset = welcome.now - (welcome.at + now) / 2
         (folder / "trace").mkdir(exist_ok=True)
-        config = structs.replace(
-            msgspec.json.decode(welcome.config, type=wire.LiveConfig), output=str(folder / "trace")
-        )
+        config = msgspec.json.decode(welcome.config, type=wire.LiveConfig)
+        here = self.offer.advertise or leading_to(self.offer.address.removeprefix("tcp://").rpartition(":")[0])
+        abroad = on_host(config.abroad, here) if config.abroad is not None else None
+        config = structs.replace(config, output=str(folder / "trace"), abroad=abroad)
         (folder / "config").write_bytes(msgspec.json.encode(config))
         self.config = config
         if not (folder / doors.NONCE).exists():
@@ -164,9 +172,9 @@ class Agent:
         for descriptor in ready:
             if descriptor in self.echo.begun:
                 self.echo.hear(descriptor)
-        for descriptor in ready:
-            if descriptor in self.children:
-                self._child_ended(self.children.pop(descriptor))
+        for sentinel, child in list(self.children.items()):
+            if sentinel in ready or child.has_left():
+                self._child_ended(self.children.pop(sentinel))
         if not hasattr(self, "listener"):
             self.knock()
         self.steady.tick(dispatch.encode(dispatch.Ping()))

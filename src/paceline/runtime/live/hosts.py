@@ -113,8 +113,6 @@ class Hosts:
         """The conversation each name is in, or was in last."""
         self.home: dict[int, Host] = {}
         """Where each worker belongs."""
-        self.ranks: dict[bytes, tuple[int, ...]] = {}
-        """The workers each host had, for when it comes back."""
         self.lost: dict[bytes, float] = {}
         """Hosts with workers that were given up, and when."""
         self.number = 0
@@ -170,14 +168,13 @@ class Hosts:
             return
         config = (driver.folder.path / "config").read_bytes()
         host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
-        known = arrive.ranks or self.ranks.get(name, ())
+        before = [rank for rank, home in self.home.items() if home.name == name]
         for place in range(arrive.workers):
-            rank = known[place] if place < len(known) else self._free_rank()
+            rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
             self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
-        self.ranks[name] = tuple(host.ranks)
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
 
     def _replace(self, rank: int) -> None:
@@ -188,9 +185,12 @@ class Hosts:
                 self._give_up(before, "has been replaced")
             self.lost.pop(before.name, None)
 
-    def _free_rank(self) -> int:
-        taken = {child.rank for child in self.driver.live_workers()} | set(self.home)
-        return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+    def _free_rank(self, before: list[int]) -> int:
+        """A rank that nobody has: one that this host had before, if it can be, or one of a host that is gone."""
+        taken = {child.rank for child in self.driver.live_workers()}
+        taken.update(rank for rank, home in self.home.items() if self.hosts.get(home.name) is home)
+        free: int = next(rank for rank in (*before, *range(len(taken) + 1)) if rank not in taken)
+        return free
 
     def _take(self, host: Host, message: dispatch.FromAgent, frames: list[memoryview]) -> None:
         driver = self.driver

@@ -98,6 +98,8 @@ class LivePeer:
         # What `begin` adds.
         self.model: Described
         self.layout: Layout
+        self.nbytes: int
+        """Of all its parameters."""
         self.values: Values
         self.changes: list[int]
         """How often each tensor had been written to when the last step was done."""
@@ -123,10 +125,11 @@ class LivePeer:
         refuse(model, overlap)
         self.model = model
         self.layout = model.layout
+        self.nbytes = model.layout.numel * model.layout.itemsize
         me = (self.rank, self.incarnation)
-        self.neighbours = Neighbours(self.folder, me, model.layout, self.config.members.workers, self.waiter)
+        self.neighbours = Neighbours(self.folder, me, model.layout, self.config, self.waiter)
         self.values = Values(model.tensors, self.neighbours.shelf)
-        begin = joining.introduce(self, model, policy)
+        begin = joining.introduce(self, model, policy, self.neighbours.door)
         self.epoch_s, self.before = begin.epoch_s, begin.iteration
         if begin.view.number == 1:
             self._take_first_parameters()
@@ -138,7 +141,7 @@ class LivePeer:
         self.trace = TraceFile(Path(self.config.output), node, self.incarnation)
         self.seat = Seat(node, self.incarnation, machine, self, self.trace.write)
         self.hyper = begin.hyper if begin.hyper is not None else model.optimizer.groups
-        self.see(begin.view)
+        self.see(begin.view, begin.doors)
         self.await_order()
         self.changes = [tensor._version for tensor in model.tensors]
         self.tell_status()
@@ -180,18 +183,21 @@ class LivePeer:
         self.changed = False
 
     def stay(self) -> None:
-        """Hear the neighbours until nobody needs this peer. An offer that is out is answered before it is done."""
+        """Hear the neighbours until nobody needs this peer. An offer that is out is answered before it is done, and
+        those on other hosts have all it said: who hears that it is done waits for nothing more."""
         self.staying = True
         said = False
         while self.staying and not self.driver.gone:
             machine = self.machine
             offers = isinstance(machine, Gossip) and machine.offered != NOBODY
-            if not said and (not offers or (self.stopping and self.gives_up())):
+            due = not offers and self.neighbours.all_heard
+            if not said and (due or (self.stopping and self.gives_up())):
                 said = True
                 self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation, stays=True)))
             self.hear(IDLE_S)
         if self.changed:
             self.leave_parameters()
+            self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
 
     # One step.
 
@@ -229,11 +235,8 @@ class LivePeer:
         self.dropped[0] = True
         self.hyper = hyper
         self.hear(0.0)
-        nbytes, now = (self.layout.numel * self.layout.itemsize,), self.now()
-        if refusal:
-            self.tell(GradientRejected(now, ordered.iteration, ordered.attempt, nbytes, refusal))
-        else:
-            self.tell(GradientReady(now, ordered.iteration, ordered.attempt, nbytes))
+        done = (self.now(), ordered.iteration, ordered.attempt, (self.nbytes,))
+        self.tell(GradientRejected(*done, refusal) if refusal else GradientReady(*done))
         self.await_order()
         self.changes = [tensor._version for tensor in self.model.tensors]
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
@@ -278,10 +281,11 @@ class LivePeer:
 
     def hear(self, timeout_s: float) -> None:
         """Take what neighbours and the driver have said, neighbours first."""
-        self.waiter.wait(0.0 if self.neighbours.heard_some else timeout_s)
+        ready = self.waiter.wait(0.0 if self.neighbours.heard_some or self.driver.heard_some else timeout_s)
         orders = []
-        while (message := self.driver.receive()) is not None:
-            orders.append(wire.decode_to_worker(message))
+        if self.driver in ready or self.driver.heard_some:
+            while (message := self.driver.receive()) is not None:
+                orders.append(wire.decode_to_worker(message))
         if any(isinstance(order, wire.NewView | wire.Done) for order in orders):
             self.neighbours.hear_all()
         for said in self.neighbours.read():
@@ -295,8 +299,8 @@ class LivePeer:
 
     def obey(self, message: wire.ToWorker) -> None:
         match message:
-            case wire.NewView(view):
-                self.see(view)
+            case wire.NewView(view, doors):
+                self.see(view, doors)
             case wire.Done(processes):
                 self.done.update(processes)
             case wire.Stop():
@@ -307,8 +311,8 @@ class LivePeer:
             case wire.Refuse(reason):
                 raise PacelineError(reason)
 
-    def see(self, view: View) -> None:
-        """Take a newer view."""
+    def see(self, view: View, doors: Sequence[wire.Door]) -> None:
+        """Take a newer view, and where its members are."""
         if view.number <= self.view.number:
             return
         self.view = view
@@ -318,7 +322,7 @@ class LivePeer:
                 self.staying = False
                 return
             raise PacelineError(f"peer {self.rank} was given up: it is no member of view {view.number} any more")
-        self.neighbours.change(members)
+        self.neighbours.change(members, doors)
         self.tell(ViewChanged(self.now(), view))
         self.neighbours.mail.keep_only(members)
 
@@ -371,7 +375,7 @@ class LivePeer:
 
     def pass_slow_link(self) -> None:
         """A scenario's slow connection takes its time."""
-        self.hindrance.pass_link(self.layout.numel * self.layout.itemsize)
+        self.hindrance.pass_link(self.nbytes)
 
     def log(self, values: dict[str, float]) -> None:
         iteration, updates = (self.iteration, self.machine.version) if hasattr(self, "machine") else (0, 0)

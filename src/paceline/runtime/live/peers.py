@@ -3,7 +3,8 @@
 A peer that has done its iterations stays a member until all are done, and its process stays too: as in virtual time
 others still average what it has sent, and it answers them. Then a last view, without anybody, lets all go. If the
 script gives peers unequal numbers of iterations, one may come to wait for what a peer that is done never sends; it says
-so, and that peer leaves then. Whoever crashes leaves at once.
+so, and that peer leaves then. Slower ones may not have averaged all it had sent; that is lost to them, as when somebody
+crashes: who waits would have to wait for all of them otherwise. Whoever crashes leaves at once.
 
 A peer that ends well leaves its parameters in the run's folder; the model of the run is the average of those. A
 checkpoint is that average too, and what the optimizers had learned, in the mean: a run that goes on from one starts
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -108,9 +110,37 @@ class Peers:
             self.holding.update(view.members)
         self.holding.intersection_update(view.members)
         for rank, incarnation in {*view.members, *self.done}:
-            self.driver.tell_worker(rank, incarnation, wire.NewView(view))
+            self.driver.tell_worker(rank, incarnation, wire.NewView(view, self.doors(view)))
         self.done.intersection_update(view.members)
         self._consider_ending()
+
+    def doors(self, view: View) -> tuple[wire.Door, ...]:
+        """Where each member is, if the run crosses hosts. Whose key is whose the driver knows by itself."""
+        driver = self.driver
+        if driver.plan.abroad is None:
+            return ()
+        found = []
+        for process in view.members:
+            door = driver.admission.described[process].door
+            assert door is not None
+            found.append(structs.replace(door, key=driver.enrolling.known.get(process, "")))
+        return tuple(found)
+
+    def place(self) -> None:
+        """Lay the graph out by hosts, if it is to be: ranks that follow one another on one host are together."""
+        driver = self.driver
+        policy, hosts = driver.policy, driver.hosts
+        assert isinstance(policy, PeerPolicy)
+        where = hosts.home if hosts is not None else {}
+        homes = [where[rank].name if rank in where else b"" for rank in range(driver.members.workers)]
+        placed = policy.placed(tuple(len(list(together)) for _, together in groupby(homes)))
+        if placed != policy:
+            driver.policy = placed
+            driver.say(f"the graph is laid out by host: {placed}")
+
+    def has_place(self, rank: int) -> bool:
+        """Whether the graph has a place for this peer: nobody can be added to it."""
+        return not self.active or rank < self.driver.members.workers
 
     def at_work(self, view: View) -> View:
         """The view without those who are done: samples they hold are for others."""
@@ -120,7 +150,8 @@ class Peers:
         """A peer has done its iterations, and stays."""
         driver, process = self.driver, (leave.rank, leave.incarnation)
         if driver.authority.members.get(leave.rank) != leave.incarnation:
-            driver.tell_worker(*process, wire.NewView(driver.authority.view()))
+            view = driver.authority.view()
+            driver.tell_worker(*process, wire.NewView(view, self.doors(view)))
             return
         self.done.add(process)
         driver.decks.announce(self.at_work(driver.authority.remove()))

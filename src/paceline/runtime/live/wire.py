@@ -93,6 +93,8 @@ class Describe(Struct, frozen=True, tag=True):
     policy: str | None
     aliases: dict[str, str]
     """Second names of tied weights."""
+    door: Door | None = None
+    """Where a peer is, in a run that crosses hosts."""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -156,7 +158,7 @@ class Begin(Struct, frozen=True, tag=True):
     assignment: Assignment
     """Which server holds which part of the parameters."""
     doors: tuple[Door, ...]
-    """Where each server is."""
+    """Where each server is; without servers, as in `NewView`."""
     changed: ServersChanged | None
     """How the number of servers has changed, if it has: this worker's machine starts with that it began with."""
     resumed: bool
@@ -269,7 +271,7 @@ class Outcome(Struct, frozen=True, tag=True):
 
 
 class Journalled(Struct, frozen=True):
-    """A server is to log what it does (`durable.py`), and to begin with what its last life has logged, if that is so."""
+    """A server is to log what it does (`durable.py`), and perhaps to begin with what its last life has logged."""
 
     folder: str
     durable: Durable
@@ -335,6 +337,8 @@ class PeerStatus(Struct, frozen=True, tag=True):
 
 class NewView(Struct, frozen=True, tag=True):
     view: View
+    doors: tuple[Door, ...] = ()
+    """For peers of a run that crosses hosts: where each member is, in the order of the view."""
 
 
 class Finish(Struct, frozen=True, tag=True):
