@@ -24,6 +24,7 @@ from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.graph import Graph
 from paceline.commands.hosts import Join, Serve
+from paceline.commands.replay import Replay
 from paceline.commands.reproduce import Reproduce
 from paceline.commands.run import Report, Resume, Run, Servers
 from paceline.commands.tune import Tune
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Any] = {
     "serve": Serve,
     "join": Join,
     "servers": Servers,
+    "replay": Replay,
     "report": Report,
     "reproduce": Reproduce,
     "tune": Tune,

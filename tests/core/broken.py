@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
-from paceline.core.events import ParametersArrived, PullArrived, PushArrived, ViewChanged
+from paceline.core.events import ParametersArrived, PullArrived, PullRepeated, PushArrived, ViewChanged
 from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
@@ -266,6 +266,21 @@ class AnswersTheDead(UncheckedShard):
     def answer_the_dead(self, pull: Pull) -> None:
         parameters = Parameters(self.rank, pull.worker, pull.incarnation, pull.iteration, self.version, False)
         self.actions.append(Answer(parameters, "", -1))
+
+
+class NeverAnswersAgain(UncheckedShard):
+    """An answer that was lost with its server is not given again."""
+
+    def on_pull_repeated(self, event: PullRepeated) -> None:
+        self.on_pull_arrived(PullArrived(event.at, event.pull))
+
+
+class AnswersAllWhoAskAgain(UncheckedShard):
+    """Who asks a new life of the server is answered, parked or not."""
+
+    def on_pull_repeated(self, event: PullRepeated) -> None:
+        if self.incarnations.get(event.pull.worker) == event.pull.incarnation:
+            self.answer(event.pull, "", -1)
 
 
 class ForgetsWhatItDropped(UncheckedShard):

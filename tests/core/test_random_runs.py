@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.core.actions import Answer, Apply, Drop, Park, Send
-from paceline.core.events import PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.events import PullArrived, PullRepeated, PushArrived, PushRejected, ViewChanged
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Pull, Role
 from paceline.core.policy import CentralPolicy
@@ -161,6 +161,7 @@ def test_the_runs_contain_what_they_should() -> None:
         "pull that came again while it was parked": 100,
         "parked": 5000,
         "released by a view": 20,
+        "answered again by a new life": 100,
     }.items():
         assert seen[what] >= least, f"{what}: {seen[what]} times, expected at least {least}"
 
@@ -182,7 +183,8 @@ def count_troubles(story: Story, seen: Counter[str]) -> None:
         if isinstance(event, PushArrived | PushRejected):
             pushed[record.node, event.push.handle] += 1
             seen["push that came twice"] += pushed[record.node, event.push.handle] == 2
-        if isinstance(event, PullArrived):
+        seen["answered again by a new life"] += isinstance(event, PullRepeated) and len(actions) > 0
+        if isinstance(event, PullArrived | PullRepeated):
             life = (record.node.rank, event.pull.worker, event.pull.incarnation)
             again = asked.get(life) == event.pull.iteration
             asked[life] = event.pull.iteration
@@ -280,6 +282,9 @@ OTHER_RULES: list[tuple[Substitute, CentralPolicy, str]] = [
     (broken.DropsTheThird, BSP(), "late"),
     (broken.DropsTheThird, Backup(extra=1), "late"),
     (broken.AnswersTheDead, BSP(), "answer"),
+    (broken.NeverAnswersAgain, ASP(), "parked"),
+    (broken.NeverAnswersAgain, BSP(), "parked"),
+    (broken.AnswersAllWhoAskAgain, SSP(staleness=1), "bound"),
     (broken.ForgetsWhatItDropped, Backup(extra=1), "answer"),
     (broken.LiesAboutVersions, SSP(staleness=1), "answer"),
     (broken.AnswersTwice, ASP(), "answer"),

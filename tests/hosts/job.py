@@ -1,4 +1,4 @@
-"""A script for the tests: train a workload as `paceline compare --live` does. job.py WORKLOAD OPTIMIZER BATCH ITERATIONS"""
+"""A script for the tests, as `paceline compare --live` trains: job.py WORKLOAD OPTIMIZER BATCH ITERATIONS"""
 
 import sys
 

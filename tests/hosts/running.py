@@ -13,8 +13,8 @@ from paceline import rundir
 from paceline.run import Run
 from tests.hosts.netns import Host, Process
 
-PACELINE = (sys.executable, "-m", "paceline")
 JOB = Path(__file__).parent / "job.py"
+FORKS = Path(__file__).parent / "forks.py"
 PORT = 7000
 
 
@@ -41,22 +41,27 @@ class Serving:
 
     def __enter__(self) -> Self:
         bind = ("--bind", f"tcp://{self.host.address}:{PORT}", "--key-file", str(self.key), "--dir", str(self.out))
-        self.server = self.start(self.host, "serve", "serve", *bind, *self.options)
+        self.server = self.start(self.host, "serve", "-m", "paceline", "serve", *bind, *self.options)
         self.until(lambda: "waiting for" in self.log("serve"), "the run is served")
         return self
 
     def start(self, host: Host, name: str, *arguments: str) -> Process:
-        """Start paceline on a host, with a log of this name."""
+        """Start Python on a host, with a log of this name."""
         log = self.folder / f"{name}.log"
         with log.open("w") as file:
-            process = host.popen([*PACELINE, *arguments], stdout=file, stderr=subprocess.STDOUT)
+            process = host.popen([sys.executable, *arguments], stdout=file, stderr=subprocess.STDOUT)
         self.processes.append((name, process, log))
         return process
 
     def join(self, host: Host, name: str, workers: int, script: Sequence[str], *options: str) -> Process:
         """Have `host` take part with so many workers."""
         key = ("--key-file", str(self.key), "--workers", str(workers))
-        return self.start(host, name, "join", self.address, *key, *options, *script)
+        return self.start(host, name, "-m", "paceline", "join", self.address, *key, *options, *script)
+
+    def fork(self, host: Host, name: str, workers: int, iterations: int) -> Process:
+        """The same with workers that are forks, which start sooner: digits."""
+        job = ("digits-mlp", "sgd:lr=0.1", "32", str(iterations))
+        return self.start(host, name, str(FORKS), str(self.key), str(workers), *job)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()

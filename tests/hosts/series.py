@@ -8,23 +8,19 @@ For each policy the driver leaves a key file in FOLDER, and, at its end, the run
 
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
-from paceline import rundir, workloads
-from paceline.api import check_live, check_optimizer
-from paceline.commands.hosts import Knocking
-from paceline.core.messages import Members
+from paceline import rundir
+from paceline.api import check_live
 from paceline.run import Target
-from paceline.runtime.live.agent import Agent, Offer, new_token
 from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.far import FarLink, make_keys
+from paceline.runtime.live.far import make_keys
 from paceline.runtime.live.hosts import Hosts, Meeting
-from paceline.runtime.live.keyring import KeyFile, read_key_file, write_key_file
+from paceline.runtime.live.keyring import KeyFile, write_key_file
 from paceline.runtime.live.launch import Driver, LivePlan
 from paceline.runtime.live.watching import Care
 from paceline.runtime.live.wire import Abroad
-from paceline.training import train
+from tests.hosts import forks
 
 TARGET = "accuracy=0.95"
 ITERATIONS = 3000
@@ -53,20 +49,12 @@ def drive(folder: Path, address: str, workers: int, servers: int, policies: list
 
 
 def take_part(folder: Path, workers: int, policies: list[str]) -> None:
-    workload = workloads.load("digits-mlp")
-    spec = check_optimizer("sgd:lr=0.1", workload, 32, Members(1, 1))
-    starter = function_starter(partial(train, workload, spec, 32, ITERATIONS, 0))
+    start = forks.starter("digits-mlp", "sgd:lr=0.1", 32, ITERATIONS)
     for number in range(len(policies)):
         path = folder / f"{number}.key"
         while not path.exists():
             time.sleep(0.05)
-        key_file, keys, token = read_key_file(path), make_keys(), new_token()
-        link = FarLink(key_file.address, b"join", key_file.client, key_file.server)
-        offer = Offer(key_file.address, key_file.server, keys, token, workers)
-        try:
-            Agent(offer, starter, knock=Knocking(link, keys.public, token)).run()
-        finally:
-            link.close()
+        forks.take_part(path, workers, start)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tests.reference import largest_difference, train_alone
 def apart(*groups: set[int]):
     """Peers of the same group are on one host."""
 
+
 def test_complete_standard_serial_over_tcp_equals_single_process(monkeypatch) -> None:
     monkeypatch.setattr(doors, "near_folder", lambda folder, door: None)
     run = live(digits(50), "hop:graph=complete,order=serial", members=Members(3, 0))

@@ -21,6 +21,7 @@ from paceline.run import Target
 from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
+    from paceline.runtime.live.keeping import Keeping
     from paceline.runtime.live.launch import LivePlan
 
 NOT_RESUMED = ("dir", "json", "report", "chrome")
@@ -56,6 +57,10 @@ class Run(Outputs):
     """Checkpoint every so many updates; also at the end."""
     checkpoint_s: float | None = None
     """Checkpoint every so many seconds; also at the end."""
+    durable: bool = False
+    """Servers log every push before they answer it: what is acknowledged survives kill -9 (docs/durability.md)."""
+    durable_fsync: bool = False
+    """The same, and wait for the disk each time: it survives a power failure too."""
     restarts: int = 0
     """Start failed or killed workers again, so many times in all; then go on without them."""
     abort: bool = False
@@ -131,16 +136,22 @@ class Run(Outputs):
     def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:
         from dataclasses import replace
 
+        return replace(plan, keeping=self.keeping(folder, resume))
+
+    def keeping(self, folder: Path, resume: bool = False) -> Keeping:
+        from paceline.runtime.live.durable import Durable
         from paceline.runtime.live.keeping import Keeping
 
-        return replace(plan, keeping=Keeping(folder, self.checkpoint_updates, self.checkpoint_s, resume))
+        durable = Durable(fsync=self.durable_fsync) if self.durable or self.durable_fsync else None
+        return Keeping(folder, self.checkpoint_updates, self.checkpoint_s, resume, durable)
 
     def check_keeping(self, plan: LivePlan) -> None:
-        """Refuse checkpoints that cannot be had, before there is a folder."""
-        from paceline.runtime.live.keeping import Keeping
-
+        """Refuse checkpoints and logs that cannot be had, before there is a folder."""
+        keeping = self.keeping(Path())
         if plan.policy is not None:
-            Keeping(Path(), self.checkpoint_updates, self.checkpoint_s).check(plan.policy)
+            keeping.check(plan.policy)
+        if keeping.durable is not None and plan.cluster is not None and plan.cluster.resizes:
+            raise ConfigError("[[servers]] in the scenario: the number of servers of a durable run is fixed")
 
     def make_folder(self, script: str) -> Path:
         if self.dir is None:
@@ -163,6 +174,7 @@ def check_script(script: list[str], command: str) -> None:
 class Resume:
     """Go on with a run from its last checkpoint: paceline resume DIR
 
+    A durable run goes on from its servers' logs, if these know more than the checkpoint.
     The script, its arguments and all options are those of the run; --workers and --servers may differ.
     """
 
@@ -177,16 +189,29 @@ class Resume:
         folder = Path(self.dir)
         config = rundir.read_config(folder)
         script = [str(config.get("script")), *config.get("arguments", [])]
+        kind: type[Run] = Run
+        if "bind" in config:  # its workers come from other machines
+            from paceline.commands.hosts import Serve
+
+            kind = Serve
+        self.bring_back(folder)
         given: dict[str, Any] = {
             field.name: config[field.name]
-            for field in fields(Run)
+            for field in fields(kind)
             if field.name in config and field.name not in NOT_RESUMED
         }
         given["servers"] = self.last_servers(folder, given["servers"])
         for name in ("workers", "servers"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
-        return Run(**given).main(script, resume=folder)
+        return kind(**given).main(script if kind is Run else [], resume=folder)
+
+    def bring_back(self, folder: Path) -> None:
+        """Make a checkpoint of the logs of a durable run that did not end."""
+        from paceline.runtime.live.lasting import salvage
+
+        if (made := salvage(folder)) is not None:
+            console.print(f"going on from the logs of the servers, now the checkpoint {made}", soft_wrap=True)
 
     def last_servers(self, folder: Path, at_first: int | None) -> int | None:
         """How many servers the run had in the end: their number may have changed. None: it is one of peers."""

@@ -82,6 +82,16 @@ class PullArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     pull: Pull
 
 
+class PullRepeated(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A worker that waits asked this shard again, for the first time in a new life of its server.
+
+    What the life before has answered may never have reached it.
+    """
+
+    at: float
+    pull: Pull
+
+
 class ParametersArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A shard's answer has reached the worker, whole."""
 
@@ -208,6 +218,7 @@ Event = (
     | PushArrived
     | PushRejected
     | PullArrived
+    | PullRepeated
     | ParametersArrived
     | GradientReady
     | TimerFired

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
 from paceline.core.events import (
     PullArrived,
+    PullRepeated,
     PushArrived,
     PushRejected,
     Restored,
@@ -217,6 +218,20 @@ class Shard(Machine):
             self.take_pull(pull)
         elif self.is_early(pull):
             self.early[pull.worker] = pull
+
+    def on_pull_repeated(self, event: PullRepeated) -> None:
+        """Whoever asks again still waits: if it was answered, then by a life of the server that took the answer along.
+
+        Elsewhere a pull that does not rise is a copy: its worker may be computing, on memory that is its own again.
+        """
+        pull = event.pull
+        known = self.incarnations.get(pull.worker) == pull.incarnation
+        if known and self.asked.get(pull.worker) == (pull.iteration, pull.attempt) and pull.worker not in self.waiting:
+            self.now = event.at
+            self.mover = pull.worker
+            self.answer(pull, "", NOBODY)
+        else:
+            self.on_pull_arrived(PullArrived(event.at, pull))
 
     def is_early(self, pull: Pull) -> bool:
         """Whether a view may still name its sender: it is a later life of the worker than any heard of."""

@@ -17,6 +17,7 @@ from paceline.core.events import (
     ParametersArrived,
     PlanArrived,
     PullArrived,
+    PullRepeated,
     PushArrived,
     PushRejected,
     ReleaseArrived,
@@ -83,6 +84,8 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"{in_words(push)} rejected, {reason}"
         case PullArrived(pull=pull):
             return in_words(pull)
+        case PullRepeated(pull=pull):
+            return f"{in_words(pull)} again, to a new life of the server"
         case ParametersArrived(parameters=parameters):
             return f"answer of shard {parameters.shard} to {in_words(parameters)}"
         case GradientReady(iteration=iteration):

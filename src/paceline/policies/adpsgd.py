@@ -34,9 +34,7 @@ class ADPSGD(PeerPolicy):
     paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of 003"
 
     graph: str = parameter("ring", doc="who may average with whom: ring, torus, complete, ... or a file")
-    machines: tuple[int, ...] | None = option(
-        None, low=1, doc="peers on each machine, for hierarchical graphs"
-    )
+    machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -63,9 +63,7 @@ class Hop(PeerPolicy):
     notify_ack: bool = option(False, doc="also wait until out-neighbours have used the update before (NOTIFY-ACK)")
     order: str = option("parallel", doc="parallel: send, then compute; serial: compute, apply, then send")
     weights: str = option("balanced", doc="balanced: doubly stochastic; uniform: 1/in-degree whatever comes of it")
-    machines: tuple[int, ...] | None = option(
-        None, low=1, doc="peers on each machine, for hierarchical graphs"
-    )
+    machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
 
     def __post_init__(self) -> None:
         super().__post_init__()

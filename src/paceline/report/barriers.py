@@ -11,7 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from paceline.core.actions import Answer
-from paceline.core.events import PlanArrived, PullArrived, PushArrived, PushRejected, ViewChanged
+from paceline.core.events import PlanArrived, PullArrived, PullRepeated, PushArrived, PushRejected, ViewChanged
 from paceline.core.messages import Node, Plan
 from paceline.core.trace import Record, Trace
 from paceline.core.words import Process
@@ -60,7 +60,7 @@ class Watch:
                 if process in self.answered:
                     self.took.setdefault(process, []).append(event.at - self.answered.pop(process))
                 self.come(process, push.handle.iteration + 1, event.at)
-            case PullArrived(pull=pull):
+            case PullArrived(pull=pull) | PullRepeated(pull=pull):
                 self.come((pull.worker, pull.incarnation), pull.iteration, event.at)
             case PlanArrived(plan=plan) if self.plan is None or plan.number > self.plan.number:
                 self.plan, self.planned_s = plan, event.at

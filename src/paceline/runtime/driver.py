@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.actions import AbortCompute, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
+from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
 from paceline.core.events import (
     AckArrived,
     Event,
@@ -154,7 +154,9 @@ class Seat:
         self.record = record
 
     def tell(self, event: Event) -> None:
-        actions = self.machine.handle(event)
+        self.carry_out(event, self.machine.handle(event))
+
+    def carry_out(self, event: Event, actions: list[Action]) -> None:
         if self.record is not None:
             self.record(Record(self.node, self.incarnation, event, tuple(actions)))
         carrier = self.carrier

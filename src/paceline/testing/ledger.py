@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import assert_never
 
 from paceline.core.actions import AbortCompute, Action, Answer, Apply, Compute, Drop, Park, Reduce, Send, SetTimer, Wait
-from paceline.core.events import Event, PlanArrived, PullArrived, PushArrived, PushRejected, TimerFired, ViewChanged
+from paceline.core.events import (
+    Event,
+    PlanArrived,
+    PullArrived,
+    PullRepeated,
+    PushArrived,
+    PushRejected,
+    TimerFired,
+    ViewChanged,
+)
 from paceline.core.messages import Handle, Parameters, Plan, Pull, Rise, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.words import Process, asker, author, in_words, name
@@ -46,6 +55,8 @@ class Ledger:
         self.asked: dict[Process, Pull] = {}
         """Pulls not answered yet."""
         self.parked: set[Process] = set()
+        self.repeated: set[Process] = set()
+        """Those that ask for an answer they were given, and which was lost with the server that gave it."""
         self.lowest: dict[Process, tuple[int, int | None]] = {}
         """The smallest `next` of all members at the answer each process got last, and the bound then in force."""
         self.fate: dict[Handle, str] = {}
@@ -79,7 +90,10 @@ class Ledger:
                 self.overtime |= timer == self.V
             case PushArrived(push=push) | PushRejected(push=push) if push.handle not in self.fate:
                 self.note_push(push.handle, good=isinstance(event, PushArrived))
-            case PullArrived(pull=pull) if (pull.iteration, pull.attempt) > self.heard.get(asker(pull), (-1, 0)):
+            case PullRepeated(pull=pull) if self.was_answered(pull):
+                self.asked[asker(pull)] = pull
+                self.repeated.add(asker(pull))
+            case PullArrived(pull=pull) | PullRepeated(pull=pull) if self.is_new(pull):
                 self.heard[asker(pull)] = (pull.iteration, pull.attempt)
                 self.asked[asker(pull)] = pull
                 self.parked.discard(asker(pull))
@@ -87,6 +101,15 @@ class Ledger:
                 self.promise(asker(pull), pull.iteration)
         self.asked = {process: pull for process, pull in self.asked.items() if not self.is_ghost(process)}
         self.rise()
+
+    def is_new(self, pull: Pull) -> bool:
+        return (pull.iteration, pull.attempt) > self.heard.get(asker(pull), (-1, 0))
+
+    def was_answered(self, pull: Pull) -> bool:
+        """Whether it is the pull of a member that was answered last."""
+        process = asker(pull)
+        same = self.heard.get(process) == (pull.iteration, pull.attempt)
+        return same and process in self.next and process not in self.asked
 
     def note_push(self, handle: Handle, good: bool) -> None:
         process = author(handle)
@@ -215,11 +238,12 @@ class Ledger:
         self.parked.discard(process)
         asked = process in self.next and pull is not None and pull.iteration <= parameters.iteration
         self.expect(asked, "answer", f"{what}, which asked for {pull}")
-        if pull is not None:
+        if pull is not None and process not in self.repeated:
             stopped = self.is_stopped(process, pull.iteration)
             self.expect(not stopped, "stop", f"{what}, but plan {self.planned} is not over: {self.stops}")
         self.expect(parameters.version == self.version, "answer", f"{what}, the version is {self.version}")
         self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
+        self.repeated.discard(process)
         self.given[process] = parameters.version
         self.lowest[process] = (min(self.next.values()), self.policy.bound)
         self.judge_bound(process, parameters.iteration)

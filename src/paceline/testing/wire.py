@@ -18,6 +18,7 @@ from paceline.core.events import (
     ParametersArrived,
     PlanArrived,
     PullArrived,
+    PullRepeated,
     PushArrived,
     PushRejected,
     ReleaseArrived,
@@ -47,6 +48,7 @@ from paceline.core.scheduler import SCHEDULER
 from paceline.core.shard import Shard
 from paceline.core.trace import Header, Record
 from paceline.core.words import Process, asker, in_words, name
+from paceline.core.worker import Worker
 from paceline.testing.ledger import Ledger
 from paceline.testing.story import PolicyBroken, Story
 
@@ -90,6 +92,13 @@ class Run:
         self.incarnations: dict[int, int] = {}
         self.view = View(0, ())
         self.faults = False
+        self.said: dict[tuple[Process, int], list[Push | Pull]] = {}
+        """What each process said last to each shard, for a new life of that."""
+        self.lives = [0] * self.members.servers
+        self.down: set[tuple[Process, int]] = set()
+        """Who has not met the new life of a shard yet: what they say to each other meanwhile is lost."""
+        self.luck = Random(f"servers {header.seed}")
+        """What happens to servers is drawn apart: the rest of a run is the same with and without."""
 
     def start(self, role: Role, rank: int) -> Machine:
         machine = self.make(role, rank, self.members, self.story.trace.header.seed)
@@ -102,6 +111,8 @@ class Run:
         usual = (1 + 3 * self.members.servers) * self.members.workers * self.iterations
         kills, joins = self.random.randint(0, 4) * faults, self.random.randint(0, 1) * faults
         troubles = [(self.random.randrange(usual), trouble) for trouble in [self.kill] * kills + [self.join] * joins]
+        strikes = self.luck.choice((0, 0, 1, 3)) * faults
+        troubles += [(self.luck.randrange(usual), self.strike) for _ in range(strikes)]
         for done in count():
             for when, trouble in troubles:
                 if when == done:
@@ -198,8 +209,14 @@ class Run:
             self.story.counts[type(action).__name__] += 1
             match action:
                 case Answer(parameters):
+                    if (asker(parameters), node.rank) in self.down:
+                        continue  # a new life answers only those it has heard: they will ask again
                     self.send((asker(parameters), node.rank, False), parameters)
                 case Send(to, message):
+                    if to.role == "server" and isinstance(message, Push | Pull):
+                        self.remember(process, to.rank, message)
+                        if (process, to.rank) in self.down:
+                            continue
                     self.send(self.link(node, process, to, message), message)
                 case Compute():
                     self.compute(process, action)
@@ -281,6 +298,36 @@ class Run:
         self.later(self.delay(), self.lose, victim)
         if len(victims) == 1 or self.random.random() < 0.6:
             self.later(self.delay(), self.join, victim[0])
+
+    def remember(self, process: Process, shard: int, message: Push | Pull) -> None:
+        before = self.said.get((process, shard), [])
+        follows = isinstance(message, Pull) and before and isinstance(before[-1], Push)
+        self.said[process, shard] = [*before, message] if follows else [message]
+
+    def strike(self) -> None:
+        """A durable server is killed: its machine comes back as it was, and all that was under way is lost."""
+        shard = self.luck.randrange(self.members.servers)
+        self.lives[shard] += 1
+        self.story.counts["strikes"] += 1
+        for process in list(self.processes):
+            self.links[process, shard, True].clear()
+            self.links[process, shard, False].clear()
+            self.down.add((process, shard))
+            self.later(self.luck.expovariate(1 / self.slowness), self.meet_again, process, shard, self.lives[shard])
+
+    def meet_again(self, process: Process, shard: int, life: int) -> None:
+        """A process meets the new life of a server. If it waits for an answer it says again what it said last."""
+        if life != self.lives[shard]:
+            return
+        self.down.discard((process, shard))
+        machine = self.processes.get(process)
+        if not isinstance(machine, Worker) or not (shard in machine.waiting or machine.pausing):
+            return
+        for message in self.said.get((process, shard), ()):
+            if isinstance(message, Push):
+                self.push(shard, message)
+            else:
+                self.step(Node("server", shard), PullRepeated(self.now, message))
 
     def lose(self, process: Process) -> None:
         if process in self.view.members:

@@ -40,8 +40,10 @@ from paceline.runtime.live.steady import Frames, Steady
 
 TICK_S = 0.2
 REOPEN_S = 0.5
-DRIVER_DEAD_S = 8.0
+DRIVER_DEAD_S = 5.0
 """How long the agent goes on when the driver's host says that nobody listens there any more."""
+LOOK_S = 1.0
+"""How often it looks whether anybody listens there."""
 KEPT_LINES = 30
 
 
@@ -84,7 +86,7 @@ class Agent:
         self.link = FarLink(offer.address, b"host:" + offer.token.encode(), offer.keys, offer.server_key, hwm=0)
         self.echo = Echo(self.waiter, self._print)
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self.reopened_s = time.monotonic()
+        self.reopened_s = self.looked_s = time.monotonic()
         self.clock_offset = 0.0
         """The driver's clock less this host's."""
         self.over: dispatch.Over | None = None
@@ -174,12 +176,16 @@ class Agent:
         if self.link.gone and time.monotonic() - self.reopened_s > REOPEN_S:
             self.reopened_s = time.monotonic()
             self.link.reopen()
-        if self.link.refused and silent > DRIVER_DEAD_S:
-            raise RunFailed(f"{self.offer.address} refuses this host: {self.link.refused}")
-        if silent > DRIVER_DEAD_S and not anybody_listens(self.offer.address):
-            raise RunFailed(f"the driver at {self.offer.address} is gone")
         if silent > self.offer.patience_s:
-            raise RunFailed(f"the driver at {self.offer.address} has been silent for {silent:.0f} s")
+            raise RunFailed(f"nothing was heard of {self.offer.address} for {silent:.0f} s: {self.link.refused}")
+        if silent < DRIVER_DEAD_S or time.monotonic() - self.looked_s < LOOK_S:
+            return
+        self.looked_s = time.monotonic()
+        welcomed, listens = hasattr(self, "listener"), anybody_listens(self.offer.address)
+        if welcomed and not listens:
+            raise RunFailed(f"the driver at {self.offer.address} is gone")
+        if not welcomed and listens and self.link.refused:
+            raise RunFailed(f"this host was not let in: {self.link.refused}")
 
     def _obey(self, message: dispatch.ToAgent, frames: list[memoryview]) -> None:
         match message:
@@ -207,6 +213,8 @@ class Agent:
                 self.say("the driver has given this host up, it was out of reach: starting anew")
                 self._end_all()
                 self._arrive()
+                for path in sorted((self.folder.path / "trace").glob(f"*{SUFFIX}")):
+                    self._send_trace(path)
             case dispatch.Over():
                 self.over = message
                 self.steady.mention(dispatch.encode(dispatch.Ping()))  # so that the driver knows
@@ -244,8 +252,7 @@ class Agent:
         folder = self.folder.path
         for path in sorted((folder / "trace").glob(f"*-{child.rank}.{child.incarnation}{SUFFIX}")):
             if path.name.startswith((child.role, "peer" if child.role == "worker" else child.role)):
-                self._send_file(path, f"trace/{path.name}")
-                path.unlink()
+                self._send_trace(path)
         if child.role == "worker":
             memory.remove(folder, child.rank, child.incarnation)
             key_path(folder, child.rank, child.incarnation).unlink(missing_ok=True)
@@ -253,6 +260,10 @@ class Agent:
                 slots.remove(folder, child.rank, child.incarnation)
         last = "\n".join(self.last_lines) if code > 0 else ""
         self.steady.say(dispatch.encode(dispatch.Ended(child.role, child.rank, child.incarnation, code, last)))
+
+    def _send_trace(self, path: Path) -> None:
+        self._send_file(path, f"trace/{path.name}")
+        path.unlink()
 
     def _end_all(self) -> None:
         for child in self.children.values():

@@ -82,7 +82,7 @@ class Correspondence:
 
     def close(self) -> None:
         """What has not left yet is for nobody any more."""
-        self.link.shut(0)
+        self.link.post.shut(0)
         self.link.close()
 
 
@@ -274,7 +274,7 @@ class Distant:
             self._end(process)
         if self.waiter is not None:
             self.waiter.forget(self.listener.fileno())
-        self.listener.shut(0)
+        self.listener.post.shut(0)
         self.listener.close()
 
 

@@ -1,7 +1,7 @@
 """What a server holds of the parameters: its part, and the optimizer that steps it; where that comes from and goes.
 
-It begins with worker 0's values, with a checkpoint, or with what other servers have given away (`moving.py`). When the
-number of servers changes its part does, too. At the end the values go where the driver finds them.
+It begins with worker 0's values, with a checkpoint, with what other servers have given away (`moving.py`), or with what
+its last life has logged (`replaying.py`). When the number of servers changes its part does, too. At the end the values go where the driver finds them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 from paceline.core.events import Restored, ServersChanged
 from paceline.runtime.live import checkpoint, memory, moving, wire
 from paceline.runtime.live.mapped import Segment
+from paceline.runtime.live.replaying import Rebuilt
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
 
 
 class Holding:
-    def __init__(self, folder: Path, shard: int, order: wire.Configure) -> None:
+    def __init__(self, folder: Path, shard: int, order: wire.Configure, rebuilt: Rebuilt | None = None) -> None:
         self.folder = folder
         self.shard = shard
         self.layout = order.layout
@@ -32,7 +33,10 @@ class Holding:
         """What the hyper-parameters were changed to."""
         self.first: Restored | ServersChanged | None = None
         """What a shard's machine that begins with this is to be told first."""
-        self._hold(*self._begin(order))
+        if rebuilt is not None:
+            self.spec, self.hyper, self.optimizer = rebuilt.meta.optimizer, rebuilt.hyper, rebuilt.optimizer
+        else:
+            self._hold(*self._begin(order))
 
     @property
     def part(self) -> Ranges:
@@ -59,8 +63,7 @@ class Holding:
 
     def _hold(self, values: Tensor, learned: State) -> None:
         """Step this part of the parameters from now on."""
-        threads = max(1, (os.cpu_count() or 1) // len(self.assignment))
-        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads)
+        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads_of(len(self.assignment)))
         if self.hyper is not None:
             self.optimizer.set_hyper(self.hyper)
         if learned:
@@ -95,3 +98,8 @@ class Holding:
         if self.optimizer.average is not None:
             average = memory.attach(self.folder / memory.AVERAGE, self.layout)
             Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
+
+
+def threads_of(servers: int) -> int:
+    """How many threads a server may step with: the others have theirs."""
+    return max(1, (os.cpu_count() or 1) // servers)

@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.errors import ConfigError, RunFailed
 from paceline.runtime.live import checkpoint, wire
+from paceline.runtime.live.durable import Durable
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
 
@@ -27,6 +28,8 @@ class Keeping:
     every_updates: int | None = None
     every_s: float | None = None
     resume: bool = False
+    durable: Durable | None = None
+    """Servers log what they do, so that nothing acknowledged is lost with one."""
 
     def check(self, policy: Policy) -> None:
         """Refuse what this policy cannot do."""
@@ -35,6 +38,8 @@ class Keeping:
                 f"{policy} has no servers that could write checkpoints on the way, only one at the end: "
                 "leave out --checkpoint-updates and --checkpoint-s"
             )
+        if isinstance(policy, PeerPolicy) and self.durable is not None:
+            raise ConfigError(f"{policy} has no servers that could be durable: leave out --durable")
 
     @property
     def checkpoints(self) -> Path:

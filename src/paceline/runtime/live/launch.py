@@ -33,6 +33,7 @@ from paceline.runtime.live.enrolling import Enrolling
 from paceline.runtime.live.harvest import harvest, keep_buffers
 from paceline.runtime.live.hosts import FarChild, Hosts
 from paceline.runtime.live.keeping import Keeper
+from paceline.runtime.live.lasting import Lasting
 from paceline.runtime.live.peers import Peers
 from paceline.runtime.live.plan import LivePlan
 from paceline.runtime.live.reslicing import Reslicing
@@ -65,6 +66,7 @@ class Driver:
         self.servers = Servers(self, plan.members.servers)
         self.enrolling = Enrolling(self.servers, plan.abroad is not None and plan.abroad.keys)
         self.reslicing = Reslicing(self)
+        self.lasting = Lasting(self)
         self.changes: list[ServerChange] = []
         self.peers = Peers(self)
         self.hosts: Hosts | None = None
@@ -152,6 +154,7 @@ class Driver:
                 self.child_ended(self.children.pop(sentinel))
             if self.scheduling is not None:
                 self.scheduling.close()
+            self.lasting.tell_cost()
             return harvest(self, output)
         finally:
             if self.scheduling is not None:
@@ -263,6 +266,9 @@ class Driver:
                     self.keeper.saved(message, str(self.policy), self.lead.layout, self.servers.assignment, others)
             case wire.Finished():
                 self.servers.finished.add(message.shard)
+                self.lasting.finished(message.cost)
+            case wire.Undurable():
+                self.lasting.take(message)
             case wire.Want():
                 self.reslicing.want(message)
             case wire.Held():

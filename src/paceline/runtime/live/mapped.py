@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
+from paceline.runtime.live.durable import raw
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.optimizers import SliceOptimizer
 
@@ -18,10 +21,16 @@ class Segment:
         self.ranges = [whole[start:stop] for start, stop in part]
         self.pieces = optimizer.cut_from(whole)
         self.gradient = self.pieces if staging is None else optimizer.cut_from(staging)
+        self.arriving = [(whole if staging is None else staging)[start:stop] for start, stop in part]
         self.absent: frozenset[int] = frozenset()
         """Tensors that have no gradient in the last push."""
         self.holds = -1
         """The version of the parameters that it holds; -1 while it holds a gradient."""
+
+    @cached_property
+    def arrived(self) -> list[memoryview]:
+        """The bytes of the gradient, in the order of the slice."""
+        return [raw(each) for each in self.arriving]
 
     def fill(self, values: Tensor) -> None:
         """Write the parameters there."""

@@ -30,11 +30,11 @@ class LivePlan:
     care: Care = field(default_factory=Care)
     keeping: Keeping | None = None
     slicing: str = EPS
-    servers_asked: int | None = None
-    """How many servers somebody has asked for: too many, if the script's policy has none."""
     meeting: Meeting | None = None
     """Where agents of other hosts meet the driver, who then runs the workers; without one they all run here."""
     opened: Callable[[Hosts], None] = lambda hosts: None
     """Called when agents may come."""
     abroad: Abroad | None = None
     """How it crosses hosts, if it may."""
+    servers_asked: int | None = None
+    """How many servers somebody has asked for: too many, if the script's policy has none."""

@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.core.events import PullArrived
 from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import wire
@@ -147,7 +146,7 @@ class Receiving:
             return
         self.asked[sender] = asked
         self.answers.pop(sender, None)
-        self.server.seat.tell(PullArrived(self.server.now(), pull))
+        self.server.take_pull(pull)
 
     def answer(self, parameters: Parameters) -> None:
         """Send the parameters that are in the worker's segment."""

@@ -27,6 +27,18 @@ class TraceFile:
         self.written_s = 0.0
         self.full = False
 
+    def follow(self, incarnation: int) -> int:
+        """Go on with what an earlier life has left, instead of a file of its own; how many records there are."""
+        self.path.unlink()
+        self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{incarnation}{SUFFIX}")
+        self.file.close()
+        self.file = self.path.open("a+b", buffering=0)
+        self.file.seek(0)
+        left = self.file.readall()
+        whole = left.rfind(b"\n") + 1
+        self.file.truncate(whole)
+        return left.count(b"\n")
+
     def write(self, record: Record) -> None:
         self.held += encode_record(record)
         if len(self.held) > HELD or time.monotonic() - self.written_s > HELD_S:

@@ -71,6 +71,8 @@ class Reslicing:
             return f"{policy.name} has no servers"
         if not policy.servers_may_change:
             return f"under {policy.name} a scheduler counts on the servers it began with: their number is fixed"
+        if self.driver.lasting.how is not None:
+            return "the logs of a durable run are those of the servers it began with: their number is fixed"
         try:
             self._reassigned(servers)
             policy.validate(Members(self.driver.members.workers, servers))

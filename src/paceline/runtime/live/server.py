@@ -23,6 +23,7 @@ from paceline.core.actions import Answer, Apply, Drop, Park, Send, SetTimer
 from paceline.core.events import (
     PlanArrived,
     PullArrived,
+    PullRepeated,
     PushArrived,
     PushRejected,
     TimerFired,
@@ -33,6 +34,7 @@ from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, doors, wire
 from paceline.runtime.live.holding import Holding
+from paceline.runtime.live.journal import Journal
 from paceline.runtime.live.mapped import Segment
 from paceline.runtime.live.receiving import FarSegment, Receiving, sender_of
 from paceline.runtime.live.recording import TraceFile
@@ -76,6 +78,10 @@ class LiveServer(ServerCarrier):
         self.kept: dict[Handle, tuple[list[Tensor], frozenset[int]]] = {}
         """Gradients that are not used yet although their worker goes on: copies, with the tensors that have none."""
         self.checkpoint_every: int | None = None
+        self.journal: Journal | None = None
+        """If this server is durable."""
+        self.heard: set[tuple[int, int]] = set()
+        """Who has asked for parameters in this life."""
         self.timers: list[tuple[float, int]] = []
         """(when, which), the next first."""
         self.surveyed: wire.Standing | None = None
@@ -158,15 +164,28 @@ class LiveServer(ServerCarrier):
     def configure(self, order: wire.Configure) -> None:
         self.epoch_s = order.epoch_s
         self.checkpoint_every = order.checkpoint_every if self.shard == 0 else None
+        self.policy = order.policy
+        if order.journal is not None:
+            self.journal = Journal(self, order.journal)
+        if self.journal is not None and self.journal.recovers:
+            self.journal.bring_back(order)
+        else:
+            self.begin(order)
+        self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
+
+    def begin(self, order: wire.Configure) -> None:
+        """With a machine that has been told nothing."""
         self.holding = Holding(self.folder, self.shard, order)
         policy = policies.parse(order.policy)
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
         self.machine = machine
-        self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
+        if self.journal is not None:
+            self.seat = self.journal.begin(machine)
+        else:
+            self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
         if self.holding.first is not None:
             self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
-        self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
 
     def give(self, order: wire.Give) -> None:
         """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
@@ -223,7 +242,8 @@ class LiveServer(ServerCarrier):
     def finish(self) -> None:
         """Leave the final values where the driver finds them."""
         self.holding.leave()
-        self.driver.send(wire.encode(wire.Finished(self.shard)))
+        cost = self.journal.close() if self.journal is not None else None
+        self.driver.send(wire.encode(wire.Finished(self.shard, cost)))
         self.finished = True
 
     def take(self, peer: bytes, message: bytes) -> None:
@@ -249,7 +269,7 @@ class LiveServer(ServerCarrier):
                 case Push():
                     self.take_push(part, request)
                 case Pull():
-                    self.seat.tell(PullArrived(self.now(), part))
+                    self.take_pull(part)
                 case _:
                     assert_never(part)
 
@@ -274,10 +294,19 @@ class LiveServer(ServerCarrier):
                 measured = significance(segment.gradient, self.holding.optimizer.values)
             self.seat.tell(PushArrived(self.now(), push, measured))
 
+    def take_pull(self, pull: Pull) -> None:
+        """In its first word to a new life of the server, a worker asks what it may have asked the last one."""
+        sender = (pull.worker, pull.incarnation)
+        again = self.life > 0 and sender not in self.heard
+        self.heard.add(sender)
+        self.seat.tell((PullRepeated if again else PullArrived)(self.now(), pull))
+
     def adopt_hyper(self) -> None:
         """One voice, the lowest rank's: the schedulers of workers that joined late, or run ahead, stand elsewhere."""
         said = self.said_hyper.get(min(self.alive, default=(0, 0)))
         if said is not None and said != self.holding.hyper:
+            if self.journal is not None:
+                self.journal.note_hyper(said)
             self.holding.set_hyper(said)
 
     def segment(self, worker: int, incarnation: int) -> Segment:
@@ -330,6 +359,8 @@ class LiveServer(ServerCarrier):
     def answer(self, action: Answer) -> None:
         parameters = action.parameters
         self.waits.pop(parameters.worker, None)
+        if (parameters.worker, parameters.incarnation) not in self.heard:
+            return  # it asked another life of this server, and asks again
         try:
             segment = self.segment(parameters.worker, parameters.incarnation)
         except FileNotFoundError:

@@ -80,6 +80,7 @@ class Servers:
     def configure(self, layout: Layout) -> None:
         """Tell all what they are to hold, at the beginning."""
         self.assignment = initial(layout, self.count)
+        self.driver.lasting.begin()
         for shard in range(self.count):
             self._configure(shard)
 
@@ -97,6 +98,7 @@ class Servers:
         configure = wire.Configure(
             str(driver.policy), lead.layout, self.assignment, optimizer, driver.epoch_s,
             str(checkpoint) if checkpoint is not None else None, driver.reslicing.reslice_for(shard), every,
+            driver.lasting.order_for(shard),
         )  # fmt: skip
         self.tell(shard, configure)
 
@@ -117,9 +119,11 @@ class Servers:
                 return  # the workers are told of all servers together
             for rank, incarnation in view.members:
                 driver.tell_worker(rank, incarnation, wire.Reopened(ready.shard, ready.door))
+            if driver.asked_to_finish:  # it was asked to, and died
+                self.tell(ready.shard, wire.Finish())
 
     def ended(self, child: Child, code: int) -> None:
-        """A server's process is gone: it was asked to finish, or it is restarted from the last checkpoint."""
+        """A server's process is gone: it was asked to finish, or it is restarted: from its log, or the last checkpoint."""
         driver = self.driver
         if code == 0 and driver.asked_to_finish:
             self._hear_last_words(child)
@@ -128,15 +132,22 @@ class Servers:
         driver.reslicing.server_died(str(child))
         checkpoint = driver.keeper.last if driver.keeper is not None else None
         given = driver.reslicing.reslice_for(child.rank) is not None
+        if driver.lasting.restores(child, code):
+            self._restart(child, f"{child} {how(code)}", "its log: nothing acknowledged is lost")
+            return
         if driver.asked_to_finish or not driver.begun or (checkpoint is None and not given):
             raise RunFailed(
                 f"{child} {how(code)} and there is no checkpoint to restart it from: "
                 "the run cannot go on without its part of the model"
             )
         source = "what others gave it" if given else f"{checkpoint}: its updates since then are lost"
-        driver.say(f"{child} {how(code)}; restarting it from {source}")
+        self._restart(child, f"{child} {how(code)}", source)
+
+    def _restart(self, child: Child, what: str, source: str) -> None:
+        driver = self.driver
+        driver.say(f"{what}; restarting it from {source}")
         if driver.keeper is not None and driver.keeper.under_way is not None:
-            driver.keeper.give_up(f"{child} {how(code)}")
+            driver.keeper.give_up(what)
         self.there.discard(child.rank)
         self.configured.discard(child.rank)
         self.lives[child.rank] += 1

@@ -3,7 +3,7 @@
 worker -> driver     Describe (the model, from worker 0), Play, Log, Rejected, Held, Want, Leave; Ask, for the scheduler
 driver -> worker     Begin, Dealt, Reopened, Hold, Resliced, Refuse, Stop; Told, from the scheduler
 driver -> server     Enrol, Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish, Planned
-server -> driver     Ready, Status, Due, Saved, Standing, Gave, Finished; Ask, for the scheduler
+server -> driver     Ready, Status, Due, Saved, Standing, Gave, Undurable, Finished; Ask, for the scheduler
 `paceline servers` -> driver     Want; and back: Outcome
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch
 server -> worker     the core's Parameters; Fetched
@@ -24,6 +24,7 @@ from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturn
 from paceline.core.events import ServersChanged
 from paceline.core.messages import Members, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.runtime.live.checkpoint import Shard as Entry
+from paceline.runtime.live.durable import Durable
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, OptimizerSpec
@@ -56,6 +57,8 @@ class Abroad(Struct, frozen=True):
     """False: anybody who reaches a port is believed (--insecure)."""
     wire: str = "float32"
     """How floats travel (`tensors/halves.py`)."""
+    near: bool = True
+    """Who is on a server's host uses shared memory; False: the network too, so that it can be measured."""
 
 
 class LiveConfig(Struct, frozen=True):
@@ -267,6 +270,14 @@ class Outcome(Struct, frozen=True, tag=True):
     refused: bool
 
 
+class Journalled(Struct, frozen=True):
+    """A server is to log what it does (`durable.py`), and to begin with what its last life has logged, if that is so."""
+
+    folder: str
+    durable: Durable
+    recover: bool
+
+
 class Configure(Struct, frozen=True, tag=True):
     policy: str
     layout: Layout
@@ -279,6 +290,8 @@ class Configure(Struct, frozen=True, tag=True):
     """Or from what other servers have left, the number of servers having changed."""
     checkpoint_every: int | None
     """Say `Due` after so many updates."""
+    journal: Journalled | None = None
+    """If the server is durable."""
 
 
 class Checkpoint(Struct, frozen=True, tag=True):
@@ -356,8 +369,28 @@ class Rejected(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Cost(Struct, frozen=True):
+    """What being durable has cost a server, in its last life: bytes and pushes logged, snapshots begun, time spent."""
+
+    nbytes: int
+    pushes: int
+    snapshots: int
+    seconds: float
+    alive_s: float
+
+
 class Finished(Struct, frozen=True, tag=True):
     shard: int
+    cost: Cost | None = None
+    """If it was durable."""
+
+
+class Undurable(Struct, frozen=True, tag=True):
+    """A server cannot write its log any more (`lost`), or could not make a snapshot of itself."""
+
+    shard: int
+    error: str
+    lost: bool
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -416,7 +449,7 @@ class Parcel(Struct, frozen=True, array_like=True):
 
 ToDriver = (
     Describe | Play | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask | Held
-    | Standing | Gave | Want | Without
+    | Standing | Gave | Want | Without | Undurable
 )  # fmt: skip
 ToWorker = Begin | Dealt | Refuse | Stop | Reopened | Told | Hold | Resliced | NewView | Done
 ToServer = Enrol | Configure | NewView | Checkpoint | Finish | Planned | Survey | Give | Reslice | Retire
