@@ -6,15 +6,13 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.runtime.live.far import FRAME, FarLink, FarListener, make_keys
+from paceline.runtime.live.far import FRAME, FarLink, FarListener, KeyPair, make_keys
 from paceline.runtime.live.sockets import Waiter
 from tests.live.ears import Ear, cut_up
 
@@ -215,61 +213,61 @@ def test_who_comes_again_is_answered_where_it_is_now(ear: Ear) -> None:
     assert ear.works(second, b"1:0")
 
 
-CLIENT = """
-import sys
-from paceline.runtime.live.far import FarLink, KeyPair
-address, server, public, secret = sys.argv[1:]
-link = FarLink(address, b"1:0", KeyPair(public, secret) if server else None, server)
-while True:
-    if (message := link.wait_for(60.0)) is None or message[0] == b"end":
-        break
-    link.send(*message)
-link.close()
-"""
+def repeat(ear: Ear, keys: KeyPair | None) -> None:
+    """Send back what is heard, in a process of one's own."""
+    link = FarLink(ear.address, b"1:0", keys, ear.public)
+    while (message := link.wait_for(60.0)) is not None and message[0] != b"end":
+        link.send(*message)
+    link.close()
 
 
 @pytest.fixture
-def client(ear: Ear) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that sends back what it hears."""
-    keys = make_keys()
-    ear.listener.enrol(keys.public, b"1:0")
-    process = subprocess.Popen([sys.executable, "-c", CLIENT, ear.address, ear.public, keys.public, keys.secret])
+def client(ear: Ear) -> Iterator[int]:
+    """The number of a process that repeats what it hears."""
+    keys = make_keys() if ear.keys else None
+    if keys is not None:
+        ear.listener.enrol(keys.public, b"1:0")
+    child = os.fork()
+    if child == 0:
+        try:
+            repeat(ear, keys)
+        finally:
+            os._exit(0)
     try:
-        ear.until(lambda: ear.listener.connected(b"1:0"), 60.0)
-        yield process
+        ear.until(lambda: ear.listener.connected(b"1:0"))
+        yield child
     finally:
-        process.kill()
-        process.wait()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
-def test_a_client_that_is_killed_is_missed_at_once(ear: Ear, client: subprocess.Popen[bytes]) -> None:
-    client.kill()
-    client.wait()
+def test_a_client_that_is_killed_is_missed_at_once(ear: Ear, client: int) -> None:
+    os.kill(client, signal.SIGKILL)
     assert ear.until(lambda: ear.gone == [b"1:0"]) < 0.5
     assert not ear.listener.send(b"1:0", b"x")
 
 
-def test_a_host_that_is_silent_is_missed_within_three_seconds(ear: Ear, client: subprocess.Popen[bytes]) -> None:
-    client.send_signal(signal.SIGSTOP)
+def test_a_host_that_is_silent_is_missed_within_three_seconds(ear: Ear, client: int) -> None:
+    os.kill(client, signal.SIGSTOP)
     assert 0.5 < ear.until(lambda: ear.gone == [b"1:0"]) < 3.0
     assert not ear.listener.send(b"1:0", b"x")
 
 
-def test_nobody_sleeps_through_a_message(ear: Ear, client: subprocess.Popen[bytes]) -> None:
+def test_nobody_sleeps_through_a_message(ear: Ear, client: int) -> None:
     """ZeroMQ says that something came once, and takes it back when something is sent meanwhile."""
     sent = back = 0
-    begin = time.monotonic()
+    longest_s = 0.0
     while back < 3000:
         while sent < min(back + 1 + back % 7, 3000):
             assert ear.listener.send(b"1:0", b"%d" % sent)
             sent += 1
+        begin = time.monotonic()
         ear.waiter.wait(5.0)
+        longest_s = max(longest_s, time.monotonic() - begin)
         while (message := ear.listener.receive()) is not None:
             assert message[1] == b"%d" % back
             back += 1
-    assert time.monotonic() - begin < 5.0
-    ear.listener.send(b"1:0", b"end")
-    assert client.wait(10) == 0
+    assert longest_s < 4.0
 
 
 def test_a_child_that_touches_nothing_disturbs_nothing(ear: Ear) -> None:

@@ -11,6 +11,7 @@ import errno
 import select
 import socket as system
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ HEARTBEAT_MS, HEARTBEAT_LIMIT_MS = 500, 1500
 HANDSHAKE_MS = 3000
 LINGER_MS = 1000
 """How long what was said last may take to leave, when a connection is closed."""
+NEVER_MS = 3_600_000
+"""Until ZeroMQ mends a connection by itself. Its own word for never, -1, hangs the closing of one call in four."""
 ZAP = "inproc://zeromq.zap.01"
 DOMAIN = b"paceline"
 
@@ -173,7 +176,7 @@ class Post:
         """Once, in place of any call before: whether it stands, and when it is over, is told."""
         self.shut(0)
         dealer = self._open(zmq.DEALER, OF_CALLERS)
-        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)
         if self.keys is None:
             dealer.setsockopt(zmq.ROUTING_ID, name)
@@ -276,7 +279,10 @@ class Post:
             self.zap = None
         self.shut(linger_ms)
         self.epoll.close()
-        self.context.term()
+        # ZeroMQ waits here for its threads, and has been seen to wait for good when somebody was refused just then.
+        ending = threading.Thread(target=self.context.term, daemon=True)
+        ending.start()
+        ending.join(linger_ms / 1000 + 1.0)
 
 
 def has_some(socket: zmq.Socket[bytes]) -> bool:
