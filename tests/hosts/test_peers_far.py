@@ -48,7 +48,7 @@ POLICIES = ["hop:graph=hierarchical", "hop:graph=hierarchical-spread,backup=1,ma
 
 @pytest.mark.timeout(180)
 def test_peers_on_three_hosts_train_digits_to_their_target(tmp_path: Path) -> None:
-    series = [sys.executable, str(Path(__file__).parent / "series.py")]
+    series = [sys.executable, "-m", "tests.hosts.series"]
     with Hosts(3, share=tmp_path) as hosts, (tmp_path / "log").open("w") as log:
         drive = hosts[0].popen(
             [*series, "drive", tmp_path, hosts[0].address, "6", "0", *POLICIES], stdout=log, stderr=log

@@ -3,7 +3,8 @@
 The rule. While a peer computes, it exchanges parameters with one neighbour drawn at random, and both take the mean;
 then it applies its gradient. Nobody looks at anybody's iteration. The asynchronous baseline of Hop (003, 2.3 and 5).
 
-What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down.
+What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down: in virtual time,
+where offers are answered at once. Live, a peer answers at its next step, so a slow one holds back who has chosen it.
 
 What it gives up. Any bound on how far apart peers are. To be free of deadlock it wants a bipartite graph, where one
 side offers and the other answers (ring with an even number of peers, torus with even sides); on others

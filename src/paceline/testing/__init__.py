@@ -12,7 +12,8 @@ The same rank comes back under the next incarnation, often before anybody notice
 ranks join. One authority numbers the views; each receiver gets each view after a delay of its own, so a join
 overtakes a loss. A push may arrive twice, the second time much later; so may a pull, a notice and a re-sync. A slice
 may be rejected. Servers are killed that forget nothing (`--durable`): what was on its way to them or from them is lost,
-and whoever waits says again what it said last (`PullRepeated`). A worker that is to compute iteration `iterations` is done and leaves.
+and whoever waits says again what it said last (`PullRepeated`). A worker that is to compute iteration `iterations` is
+done and leaves.
 
 Timers fire when they are due. A policy that wants the significance of pushes is given random ones.
 
@@ -36,8 +37,8 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *enough* (a policy with an `extra` b): a step is on the gradients of exactly min(N - b, expected) live members,
   N as configured, expected being those that have not skipped the iteration. Without faults that is N - b, always.
   Those of members lost since come on top; a rejected slice takes the place of one;
-- *answer*: once to each pull of a member, not to a copy of it unless the answer was lost with its server, for at least the iteration asked for, with the
-  shard's version, saying truly whether the worker's last push was dropped.
+- *answer*: once to each pull of a member, not to a copy of it unless the answer was lost with its server, for at least
+  the iteration asked for, with the shard's version, saying truly whether the worker's last push was dropped.
 
 - *fresh*: a gradient was computed on the parameters that its shard gave its worker last;
 - *abort*: a computation is aborted only while it runs, and an iteration once at most; if it is begun again, then

@@ -28,12 +28,12 @@ from paceline.runtime.live import dispatch, doors, luggage, memory, slots, wire
 from paceline.runtime.live.abroad import key_path
 from paceline.runtime.live.bell import Bell
 from paceline.runtime.live.bell import path as bell_path
-from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.children import Child, StartWorker, how, start_server
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.enrolling import leave_keys
 from paceline.runtime.live.far import FarLink, KeyPair
 from paceline.runtime.live.joining import BEGUN
-from paceline.runtime.live.receiving import localized
+from paceline.runtime.live.receiving import leading_to, on_host
 from paceline.runtime.live.recording import SUFFIX
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.steady import Frames, Steady
@@ -62,6 +62,8 @@ class Offer:
     ranks: tuple[int, ...] = ()
     patience_s: float = 60.0
     """How long it waits for a driver that is silent."""
+    advertise: str = ""
+    """The address of this host that others reach its servers by; "": what the driver says."""
 
 
 class Agent:
@@ -90,6 +92,8 @@ class Agent:
         self.clock_offset = 0.0
         """The driver's clock less this host's."""
         self.over: dispatch.Over | None = None
+        self.failed = ""
+        """The end of what the last process that ended has printed, if it failed."""
         self.steady: Steady
         self.listener: Listener
 
@@ -104,13 +108,17 @@ class Agent:
                 self.say(f"the run is over: {self.over.reason}")
             return self.over.code
         finally:
-            self._end_all()
-            self.echo.close_all()
-            self.link.close()
-            with contextlib.suppress(AttributeError):
-                self.listener.close()
-            self.waiter.close()
-            self.folder.remove()
+            self.close()
+
+    def close(self) -> None:
+        """End all processes; nothing is left."""
+        self._end_all()
+        self.echo.close_all()
+        self.link.close()
+        with contextlib.suppress(AttributeError):
+            self.listener.close()
+        self.waiter.close()
+        self.folder.remove()
 
     # Arriving.
 
@@ -132,7 +140,8 @@ class Agent:
         self.clock_offset = welcome.now - (welcome.at + now) / 2
         (folder / "trace").mkdir(exist_ok=True)
         config = msgspec.json.decode(welcome.config, type=wire.LiveConfig)
-        abroad = localized(config.abroad, self.offer.address) if config.abroad is not None else None
+        here = self.offer.advertise or leading_to(self.offer.address.removeprefix("tcp://").rpartition(":")[0])
+        abroad = on_host(config.abroad, here) if config.abroad is not None else None
         config = structs.replace(config, output=str(folder / "trace"), abroad=abroad)
         (folder / "config").write_bytes(msgspec.json.encode(config))
         self.config = config
@@ -163,9 +172,9 @@ class Agent:
         for descriptor in ready:
             if descriptor in self.echo.begun:
                 self.echo.hear(descriptor)
-        for descriptor in ready:
-            if descriptor in self.children:
-                self._child_ended(self.children.pop(descriptor))
+        for sentinel, child in list(self.children.items()):
+            if sentinel in ready or child.has_left():
+                self._child_ended(self.children.pop(sentinel))
         if not hasattr(self, "listener"):
             self.knock()
         self.steady.tick(dispatch.encode(dispatch.Ping()))
@@ -258,8 +267,9 @@ class Agent:
             key_path(folder, child.rank, child.incarnation).unlink(missing_ok=True)
             if code:
                 slots.remove(folder, child.rank, child.incarnation)
-        last = "\n".join(self.last_lines) if code > 0 else ""
-        self.steady.say(dispatch.encode(dispatch.Ended(child.role, child.rank, child.incarnation, code, last)))
+        self.failed = "\n".join(self.last_lines) or f"{child} {how(code)}" if code > 0 else ""
+        ended = dispatch.Ended(child.role, child.rank, child.incarnation, code, self.failed)
+        self.steady.say(dispatch.encode(ended))
 
     def _send_trace(self, path: Path) -> None:
         self._send_file(path, f"trace/{path.name}")

@@ -1,7 +1,8 @@
 """What a server holds of the parameters: its part, and the optimizer that steps it; where that comes from and goes.
 
 It begins with worker 0's values, with a checkpoint, with what other servers have given away (`moving.py`), or with what
-its last life has logged (`replaying.py`). When the number of servers changes its part does, too. At the end the values go where the driver finds them.
+its last life has logged (`replaying.py`). When the number of servers changes its part does, too. At the end the values
+go where the driver finds them.
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ class Host:
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
+    last_code: int = 0
+    """With which the last of them that ended has."""
 
     def say(self, message: dispatch.ToAgent, frames: tuple[bytes, ...] = ()) -> None:
         self.steady.say(dispatch.encode(message), frames)
@@ -169,10 +171,19 @@ class Hosts:
         before = [rank for rank, home in self.home.items() if home.name == name]
         for place in range(arrive.workers):
             rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
+            self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
+
+    def _replace(self, rank: int) -> None:
+        """Another agent is for this worker now: the one it had, of another name, is not counted on any more."""
+        before = self.home.get(rank)
+        if before is not None:
+            if self.hosts.get(before.name) is before:
+                self._give_up(before, "has been replaced")
+            self.lost.pop(before.name, None)
 
     def _free_rank(self, before: list[int]) -> int:
         """A rank that nobody has: one that this host had before, if it can be, or one of a host that is gone."""
@@ -200,6 +211,7 @@ class Hosts:
                 child = host.children.pop((message.role, message.rank, message.incarnation), None)
                 if child is not None:
                     child.code, child.last_words = message.code, message.last_words
+                    host.last_code = message.code
                     if message.last_words:
                         driver.say(message.last_words)
                     driver.children.pop(child.sentinel, None)

@@ -98,6 +98,8 @@ class LivePeer:
         # What `begin` adds.
         self.model: Described
         self.layout: Layout
+        self.nbytes: int
+        """Of all its parameters."""
         self.values: Values
         self.changes: list[int]
         """How often each tensor had been written to when the last step was done."""
@@ -123,6 +125,7 @@ class LivePeer:
         refuse(model, overlap)
         self.model = model
         self.layout = model.layout
+        self.nbytes = model.layout.numel * model.layout.itemsize
         me = (self.rank, self.incarnation)
         self.neighbours = Neighbours(self.folder, me, model.layout, self.config, self.waiter)
         self.values = Values(model.tensors, self.neighbours.shelf)
@@ -232,11 +235,8 @@ class LivePeer:
         self.dropped[0] = True
         self.hyper = hyper
         self.hear(0.0)
-        nbytes, now = (self.layout.numel * self.layout.itemsize,), self.now()
-        if refusal:
-            self.tell(GradientRejected(now, ordered.iteration, ordered.attempt, nbytes, refusal))
-        else:
-            self.tell(GradientReady(now, ordered.iteration, ordered.attempt, nbytes))
+        done = (self.now(), ordered.iteration, ordered.attempt, (self.nbytes,))
+        self.tell(GradientRejected(*done, refusal) if refusal else GradientReady(*done))
         self.await_order()
         self.changes = [tensor._version for tensor in self.model.tensors]
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
@@ -281,10 +281,11 @@ class LivePeer:
 
     def hear(self, timeout_s: float) -> None:
         """Take what neighbours and the driver have said, neighbours first."""
-        self.waiter.wait(0.0 if self.neighbours.heard_some else timeout_s)
+        ready = self.waiter.wait(0.0 if self.neighbours.heard_some or self.driver.heard_some else timeout_s)
         orders = []
-        while (message := self.driver.receive()) is not None:
-            orders.append(wire.decode_to_worker(message))
+        if self.driver in ready or self.driver.heard_some:
+            while (message := self.driver.receive()) is not None:
+                orders.append(wire.decode_to_worker(message))
         if any(isinstance(order, wire.NewView | wire.Done) for order in orders):
             self.neighbours.hear_all()
         for said in self.neighbours.read():
@@ -374,7 +375,7 @@ class LivePeer:
 
     def pass_slow_link(self) -> None:
         """A scenario's slow connection takes its time."""
-        self.hindrance.pass_link(self.layout.numel * self.layout.itemsize)
+        self.hindrance.pass_link(self.nbytes)
 
     def log(self, values: dict[str, float]) -> None:
         iteration, updates = (self.iteration, self.machine.version) if hasattr(self, "machine") else (0, 0)

@@ -3,7 +3,8 @@
 A peer that has done its iterations stays a member until all are done, and its process stays too: as in virtual time
 others still average what it has sent, and it answers them. Then a last view, without anybody, lets all go. If the
 script gives peers unequal numbers of iterations, one may come to wait for what a peer that is done never sends; it says
-so, and that peer leaves then. Whoever crashes leaves at once.
+so, and that peer leaves then. Slower ones may not have averaged all it had sent; that is lost to them, as when somebody
+crashes: who waits would have to wait for all of them otherwise. Whoever crashes leaves at once.
 
 A peer that ends well leaves its parameters in the run's folder; the model of the run is the average of those. A
 checkpoint is that average too, and what the optimizers had learned, in the mean: a run that goes on from one starts

@@ -34,6 +34,8 @@ class LivePlan:
     """Where agents of other hosts meet the driver, who then runs the workers; without one they all run here."""
     opened: Callable[[Hosts], None] = lambda hosts: None
     """Called when agents may come."""
+    tick: Callable[[], None] = lambda: None
+    """Called now and then: what places the processes may have something to say."""
     abroad: Abroad | None = None
     """How it crosses hosts, if it may."""
     servers_asked: int | None = None

@@ -123,7 +123,7 @@ class Servers:
                 self.tell(ready.shard, wire.Finish())
 
     def ended(self, child: Child, code: int) -> None:
-        """A server's process is gone: it was asked to finish, or it is restarted: from its log, or the last checkpoint."""
+        """A server's process is gone: it was asked to, or it is restarted, from its log or the last checkpoint."""
         driver = self.driver
         if code == 0 and driver.asked_to_finish:
             self._hear_last_words(child)

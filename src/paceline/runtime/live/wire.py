@@ -271,7 +271,7 @@ class Outcome(Struct, frozen=True, tag=True):
 
 
 class Journalled(Struct, frozen=True):
-    """A server is to log what it does (`durable.py`), and to begin with what its last life has logged, if that is so."""
+    """A server is to log what it does (`durable.py`), and perhaps to begin with what its last life has logged."""
 
     folder: str
     durable: Durable
