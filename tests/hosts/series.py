@@ -3,7 +3,7 @@
     series.py drive FOLDER ADDRESS WORKERS SERVERS POLICY...     on the first host
     series.py take-part FOLDER WORKERS POLICY...                 on every host
 
-For each policy the driver leaves a key file in FOLDER, and, at its end, the run's folder.
+SERVERS is 0 for policies without. For each policy the driver leaves a key file in FOLDER, and, at its end, the run's folder.
 """
 
 import sys
@@ -35,7 +35,7 @@ def drive(folder: Path, address: str, workers: int, servers: int, policies: list
             write_key_file(folder / f"{number}.part", KeyFile(hosts.address, server, join))
             (folder / f"{number}.part").rename(folder / f"{number}.key")
 
-        size = check_live(workers, servers, policy, None, "eps", 0)
+        size = check_live(workers, servers or None, policy, None, "eps", 0)
         plan = LivePlan(
             size.members, function_starter(lambda: None), size.policy, target=Target.parse(TARGET),
             care=Care(timeout_s=LIMIT_S), meeting=Meeting(address, 0, address, keys, join.public),

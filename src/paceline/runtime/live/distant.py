@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.messages import Offer, PeerMessage, Reply, Update
+from paceline.core.messages import Handle, Offer, PeerMessage, Reply, Update
 from paceline.runtime.driver import handle_of
 from paceline.runtime.live import doors, wire
 from paceline.runtime.live.abroad import find_keys
@@ -36,8 +36,6 @@ from paceline.runtime.live.steady import Steady
 from paceline.tensors import halves
 from paceline.tensors.layout import Layout
 
-IN_A_PARCEL = 4
-"""Parameters that one parcel may bring at most: an update, one for somebody who joins, an offer, an answer."""
 REOPEN_S = 0.2
 TELL_S = 10.0
 """After so long a neighbour that cannot be reached is told of."""
@@ -49,7 +47,7 @@ class Box(Slot):
     def __init__(self, layout: Layout, readers: int, dtype: torch.dtype) -> None:
         buffer = mmap.mmap(-1, slot_bytes(layout, readers), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         super().__init__(buffer, layout, readers)
-        self.places = halves.cut(self.values, ((0, layout.numel),), FRAME, dtype.itemsize)
+        self.places = self.values.split(FRAME // dtype.itemsize)
 
 
 class Correspondence:
@@ -82,7 +80,7 @@ class Correspondence:
 
     def close(self) -> None:
         """What has not left yet is for nobody any more."""
-        self.link.shut(0)
+        self.link.post.shut(0)
         self.link.close()
 
 
@@ -99,7 +97,7 @@ class Distant:
         self.shelf = shelf
         self.mail = mail
         self.keys = find_keys(folder, *me) if abroad.keys else None
-        largest = IN_A_PARCEL * (layout.numel * layout.itemsize + FRAME)
+        largest = layout.numel * layout.itemsize + FRAME
         self.listener = FarListener(abroad.host, abroad.ports, self.keys, largest)
         address = f"tcp://{abroad.advertise or routable(abroad.host)}:{self.listener.port}"
         key = self.keys.public if self.keys is not None else ""
@@ -136,19 +134,21 @@ class Distant:
     # Saying.
 
     def send(self, process: Process, letters: Sequence[wire.Letter]) -> None:
-        """Send a parcel to a member on another host."""
+        """Send these to a member on another host, in parcels that bring parameters once at most."""
         to = self._correspondence(process)
-        frames: list[memoryview] = []
+        parcel: list[wire.Letter] = []
         for letter in letters:
+            parcel.append(letter)
             handle = handle_of(letter.message)
-            if handle is None or letter.slot is None:
-                continue
-            frames += self._frames(letter.slot, handle.version)
-            if self.dtype == self.shelf.layout.torch_dtype:
-                to.lent.append((to.steady.number + 1, letter.slot, handle.version))
-            else:
-                self.shelf.give_back(letter.slot, process[0], handle.version)
-        to.steady.say(wire.encode(wire.Parcel(tuple(letters))), frames)
+            if handle is not None and letter.slot is not None:
+                to.steady.say(wire.encode(wire.Parcel(tuple(parcel))), self._frames(letter.slot, handle.version))
+                parcel.clear()
+                if self.dtype == self.shelf.layout.torch_dtype:
+                    to.lent.append((to.steady.number, letter.slot, handle.version))
+                else:
+                    self.shelf.give_back(letter.slot, process[0], handle.version)
+        if parcel:
+            to.steady.say(wire.encode(wire.Parcel(tuple(parcel))))
 
     def _correspondence(self, process: Process) -> Correspondence:
         to = self.said.get(process)
@@ -161,16 +161,13 @@ class Distant:
         return to
 
     def _frames(self, slot: int, serial: int) -> list[memoryview]:
-        layout = self.shelf.layout
-        everything = ((0, layout.numel),)
-        values = self.shelf.slots[slot].values
-        if self.dtype != layout.torch_dtype:
+        values, longest = self.shelf.slots[slot].values, FRAME // self.dtype.itemsize
+        if self.dtype != values.dtype:
             if self.rounded[0] != serial:
-                pieces = halves.cut(values.to(self.dtype), everything, FRAME, self.dtype.itemsize)
-                self.rounded = (serial, halves.frames_of(pieces))
+                self.rounded = (serial, halves.frames_of(values.to(self.dtype).split(longest)))
             return self.rounded[1]
         if slot not in self.framed:
-            self.framed[slot] = halves.frames_of(halves.cut(values, everything, FRAME, layout.itemsize))
+            self.framed[slot] = halves.frames_of(values.split(longest))
         return self.framed[slot]
 
     @property
@@ -208,24 +205,19 @@ class Distant:
 
     def _unpack(self, sender: Process, numbered: Numbered, frames: Sequence[memoryview]) -> list[PeerMessage]:
         letters = wire.decode_parcel(numbered.body).letters
-        brought = []
+        brought: list[Handle] = []
         for letter in letters:
             if any(process != sender for process in senders_of(letter.message)):
                 raise Refused("it speaks for another peer")
             if letter.slot is not None and (handle := handle_of(letter.message)) is not None:
                 brought.append(handle)
-        boxes = []
+        if len(brought) > 1:
+            raise Refused("it brings parameters twice")
         for handle in brought:
             box = self._empty_box()
-            boxes.append(box)
+            halves.check_frames(frames, box.places, self.dtype)
+            halves.fill(box.places, frames, self.dtype)
             self.mail.held[handle] = box
-        try:
-            places = [place for box in boxes for place in box.places]
-            halves.fill(places, frames, self.dtype)
-        except halves.WrongFrames:
-            for handle in brought:
-                del self.mail.held[handle]
-            raise
         return [letter.message for letter in letters]
 
     def _empty_box(self) -> Box:
@@ -274,7 +266,7 @@ class Distant:
             self._end(process)
         if self.waiter is not None:
             self.waiter.forget(self.listener.fileno())
-        self.listener.shut(0)
+        self.listener.post.shut(0)
         self.listener.close()
 
 

@@ -112,7 +112,7 @@ class Hosts:
         self.stays: dict[bytes, str] = {}
         """The conversation each name is in, or was in last."""
         self.home: dict[int, Host] = {}
-        """Where each worker belongs."""
+        """Where each worker belongs, also while its host is gone."""
         self.lost: dict[bytes, float] = {}
         """Hosts with workers that were given up, and when."""
         self.number = 0
