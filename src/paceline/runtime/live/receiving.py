@@ -67,9 +67,10 @@ class FarSegment(Segment):
         leaving = anonymous(layout, self.dtype)
         arriving = leaving if same else anonymous(layout, layout.torch_dtype)
         super().__init__(leaving, None if same else arriving, part, holding.optimizer)
-        ranges = halves.stretches(layout, part, FRAME, self.dtype.itemsize)
-        self.places = halves.cut(arriving, ranges)
-        self.frames = halves.frames_of(halves.cut(leaving, ranges))
+        itemsize = self.dtype.itemsize
+        ranges = halves.stretches(layout, part, FRAME, itemsize)
+        self.places = halves.cut(arriving, ranges, FRAME, itemsize)
+        self.frames = halves.frames_of(halves.cut(leaving, ranges, FRAME, itemsize))
         self.within = find(holding.optimizer.pieces, ranges) if same else None
         """Of each piece: the frame it comes in, and where in it."""
         self.let_frames_go()
