@@ -3,9 +3,10 @@
     python benchmarks/soak_aborts.py --runs 50
 
 Each run is a driver of its own, in a process group of its own. It is ended in one of six ways: Ctrl-C twice, SIGTERM
-twice, SIGKILL of the driver, SIGKILL of a server, a worker that raises with --abort, or a time limit. Afterwards no
-process of the group may live for more than ten seconds, and after one ordinary run at the end nothing may lie in
-/dev/shm (a killed driver cannot clean up; the next start does).
+twice, SIGKILL of the driver, SIGKILL of a server (without servers: of all peers), a worker that raises with --abort, or
+a time limit. That there are no servers the driver is told, or the script says it and servers are started and let go.
+Afterwards no process of the group may live for more than ten seconds, and after one ordinary run at the end nothing may
+lie in /dev/shm (a killed driver cannot clean up; the next start does).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import paceline
 from paceline import policies
 from paceline.cluster import load
 from paceline.core.messages import Members
+from paceline.core.policy import PeerPolicy
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory
 from paceline.runtime.live.children import function_starter
@@ -35,6 +37,7 @@ WAYS = ("interrupt", "terminate", "kill the driver", "kill a server", "a worker 
 POLICIES = (
     "bsp", "ssp:staleness=3", "backup:extra=1", "asp", "elastic:lookahead=5",
     "specsync:abort_time=0.005,abort_rate=0.1",
+    "hop:graph=ring,max_gap=2", "hop:graph=complete,backup=1,max_gap=3", "adpsgd:graph=complete",
 )  # fmt: skip
 GONE_S = 10.0
 
@@ -52,9 +55,9 @@ def group(leader: int) -> list[int]:
     return found
 
 
-def work(raise_at: int) -> None:
+def work(raise_at: int, policy: str | None) -> None:
     model = torch.nn.Linear(20, 20)
-    opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy=policy)
     while True:
 
         def closure() -> torch.Tensor:
@@ -75,8 +78,12 @@ def drive(way: str, policy: str, seed: int, after_s: float) -> None:
     os.dup2(null, 2)
     raise_at = 20 if way == "a worker raises" else -1
     care = Care(abort=way == "a worker raises", timeout_s=after_s if way == "time limit" else None)
+    peers = isinstance(policies.parse(policy), PeerPolicy)
+    by_script = peers and seed // len(WAYS) % 2 == 1
     plan = LivePlan(
-        Members(3, 2), function_starter(lambda: work(raise_at)), policies.parse(policy),
+        Members(3, 0 if peers and not by_script else 2),
+        function_starter(lambda: work(raise_at, policy if by_script else None)),
+        None if by_script else policies.parse(policy),
         load("lognormal:compute_s=0.004"), seed=seed, care=care,
     )  # fmt: skip
     driver = Driver(plan, say=lambda line: None)
@@ -86,7 +93,10 @@ def drive(way: str, policy: str, seed: int, after_s: float) -> None:
         def turn() -> None:
             start()
             if time.monotonic() > until:
-                next(child for child in driver.children.values() if child.role == "server").kill()
+                role = "worker" if driver.peers.active else "server"
+                victims = [child for child in driver.children.values() if child.role == role]
+                if victims:
+                    victims[0].kill()
 
         until = time.monotonic() + after_s
         driver.turn = turn  # type: ignore[method-assign]

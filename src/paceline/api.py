@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +15,10 @@ from paceline import policies, workloads
 from paceline.cluster import Cluster
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
-from paceline.core.topology import EXACT, neighbours, unevenness
 from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
 from paceline.run import Point, Run, Target
+from paceline.serverless import check_live_scenario, check_places, refuse_servers, warning_of
 from paceline.tensors import optimizers
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
@@ -42,7 +42,7 @@ def simulate(
     policy: str | Policy = "bsp",
     *,
     workers: int = 8,
-    servers: int = 1,
+    servers: int | None = None,
     cluster: str | Cluster = "steady",
     iterations: int | None = None,
     target: str | None = None,
@@ -60,14 +60,15 @@ def simulate(
     Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
     called with each point of the history as it comes. With `by_layer` workers read and push layer by layer, and
     there is a server for each layer. `slicing` is how the parameters are cut over the servers: "eps" or "key-range".
-    Under a policy without servers (hop, adpsgd) `workers` are peers, and what is evaluated is their average. `shards`
-    is how samples are dealt: "shuffled", or "sorted" by label, each worker its own for good.
+    `servers` is 1 if not given; under a policy without any (hop, adpsgd) `workers` are peers, and what is evaluated is
+    their average. `shards` is how samples are dealt: "shuffled", or "sorted" by label, each worker its own for good.
     """
+    check_servers_used([policy], servers)
     job = Job(
         workload,
         policy,
         workers,
-        servers,
+        1 if servers is None else servers,
         cluster,
         iterations,
         target,
@@ -176,6 +177,7 @@ def launch(
         target=Target.parse(target) if target is not None else None,
         care=Care(timeout_s=timeout_s),
         slicing=check_slicing(slicing),
+        servers_asked=servers,
     )
     return Driver(plan, watch=watch).run()
 
@@ -230,14 +232,7 @@ class Job:
             raise ConfigError(f"{self.policy} has no servers: slicing and by_layer are not for it")
         check_places(self.cluster, self.members)
         assert isinstance(self.policy, PeerPolicy)
-        graph = self.policy.topology(self.members.workers)
-        weights = neighbours(graph, frozenset(range(graph.size))).weights
-        if graph.uniform and unevenness(weights) > EXACT:
-            totals = [sum(row.get(peer, 0.0) for row in weights.values()) for peer in weights]
-            self.warnings.append(
-                f"{self.policy}: weights are not doubly stochastic, peers count for {min(totals):.2f} to "
-                f"{max(totals):.2f} of their share in each average"
-            )
+        self.warnings += filter(None, [warning_of(self.policy, self.members.workers)])
         self.members = Members(self.members.workers, 0)
 
     def _server_for_each_layer(self) -> Members:
@@ -289,6 +284,13 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
     return checked
 
 
+def check_servers_used(given: Sequence[str | Policy], servers: int | None) -> None:
+    """Refuse a number of servers where no policy has any; beside one that has some, the others do without."""
+    checked = [policies.parse(policy) for policy in given]
+    if checked and all(isinstance(policy, PeerPolicy) for policy in checked):
+        refuse_servers(checked[0], servers, EPS)
+
+
 class LiveSize(NamedTuple):
     """Who takes part in a live run, under which policy, on what: checked."""
 
@@ -309,28 +311,16 @@ def check_live(
     checked = policies.parse(policy) if policy is not None else None
     members = check_members(workers, 1 if servers is None else servers, seed)
     if isinstance(checked, PeerPolicy):
-        if servers is not None:
-            raise ConfigError(f"servers={servers}: {checked} has no servers, leave it out")
-        if slicing != EPS:
-            raise ConfigError(f"slicing={slicing}: {checked} has no servers to cut the parameters for")
+        refuse_servers(checked, servers, slicing)
         members = Members(workers, 0)
-    if checked is not None:
+    if isinstance(checked, PeerPolicy):
+        checked.placed((workers,)).validate(members)  # on which hosts they will be nobody knows yet
+    elif checked is not None:
         checked.validate(members)
     scenario = check_cluster(cluster, members) if cluster is not None else None
-    if isinstance(checked, PeerPolicy) and scenario is not None:
-        check_places(scenario, members)
-        if scenario.machines or scenario.edges:
-            raise ConfigError("machines and [[edge]] are for virtual time: live peers share one machine")
-        if scenario.resizes:
-            raise ConfigError(f"[[servers]] in the scenario: {checked} has no servers")
+    if isinstance(checked, PeerPolicy):
+        check_live_scenario(checked, scenario, members)
     return LiveSize(members, checked, scenario)
-
-
-def check_places(cluster: Cluster, members: Members) -> None:
-    """Who joins must have a place on the graph."""
-    for fault in cluster.faults:
-        if fault.kind == "join" and fault.worker >= members.workers:
-            raise ConfigError(f"join of worker {fault.worker}: the graph has places 0 to {members.workers - 1}")
 
 
 def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from paceline.commands.bench_zipline import BenchZipline
 from paceline.commands.catalogue import Doctor, Policies, Scenarios
 from paceline.commands.compare import Compare, Simulate
 from paceline.commands.graph import Graph
+from paceline.commands.host import Host
 from paceline.commands.hosts import Join, Serve
 from paceline.commands.replay import Replay
 from paceline.commands.reproduce import Reproduce
@@ -37,6 +39,7 @@ COMMANDS: dict[str, Any] = {
     "resume": Resume,
     "serve": Serve,
     "join": Join,
+    "host": Host,
     "servers": Servers,
     "replay": Replay,
     "report": Report,
@@ -64,12 +67,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code."""
-    try:
+
+    def work() -> int:
         own, script = split_script(arguments)
         command = read(own or ["--help"])
-        if isinstance(command, Run | Join):
+        if isinstance(command, Run | Serve | Join):
             return command.main(script)
         return int(command.main())
+
+    return guarded(work)
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Do it; what goes wrong is one line and an exit code."""
+    try:
+        return work()
     except ConfigError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
@@ -85,7 +97,7 @@ def run(arguments: list[str]) -> int:
 
 def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
     """What is paceline's, and what is the script's: from the first *.py (or what follows `--`) on."""
-    if not arguments or arguments[0] not in ("run", "serve", "join"):
+    if not arguments or arguments[0] not in ("run", "serve", "join", "host"):
         return arguments, []
     for index, argument in enumerate(arguments):
         if argument == "--":

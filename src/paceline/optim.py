@@ -47,6 +47,9 @@ class Optimizer(torch.optim.Optimizer):
     "ema=0.999" (the servers keep a moving average of the parameters, saved beside the model), "stretch=true" (betas
     to the power 1/N where gradients are applied on arrival), "schedule=cosine(samples=60000),batch=64" (a schedule
     that counts samples).
+
+    Without servers, parameters lie in other memory after each step (docs/policies/hop.md): hold on to parameters and
+    the model, never across a step to a `state_dict()`, `.data`, `detach()` or `numpy()` of them, unless cloned.
     """
 
     _step_supports_amp_scaling = True

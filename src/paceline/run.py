@@ -114,7 +114,7 @@ class Run:
     evaluated: str = ON_SERVERS
     """Which parameters history and model are of."""
     consensus: list[tuple[float, float]] = field(default_factory=list)
-    """Without servers: when, and how far the peers' parameters were from their average, in the mean."""
+    """Without servers: when, and how far peers' parameters were from their average, in the mean. Live: at the end."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     """Live: workers that ended with an error, in words."""
@@ -181,6 +181,7 @@ class Run:
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             **({"diverged": True} if self.diverged else {}),
             "evaluated": self.evaluated,
+            **({"distance": _finite(self.consensus[-1][1])} if self.consensus else {}),
             "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),
@@ -211,7 +212,10 @@ class Run:
         policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
         if not isinstance(policy, PeerPolicy):
             return None
-        graph = policy.topology(workers)
+        try:
+            graph = policy.topology(workers)
+        except ConfigError:  # it was in a file that is gone
+            return peers_view(self.trace, self.consensus, None, None)
         away = distances(graph)
         bound = max((policy.most_ahead(away[i][j], away[j][i]) for i in away for j in away if i != j), default=0.0)
         max_gap = getattr(policy, "max_gap", None)

@@ -79,6 +79,7 @@ def save(folder: Path, run: Run) -> None:
         "summary": run.summary(),
         "history": [point._asdict() for point in run.history],
         "failures": run.failures,
+        "consensus": run.consensus,
     }
     write_whole(folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n")
     write_whole(folder / TRACE, run.trace.to_bytes())
@@ -117,5 +118,6 @@ def load(folder: Path) -> Run:
         average=average,
         evaluated=metrics["summary"].get("evaluated", ON_SERVERS),
         failures=metrics["failures"],
+        consensus=[(at_s, distance) for at_s, distance in metrics.get("consensus", ())],
         server_changes=[ServerChange(**change) for change in metrics["summary"].get("server_changes", ())],
     )

@@ -1,7 +1,8 @@
 """The world a script runs in: a worker of a live run, or, without a launcher, a world of one.
 
-`paceline.init()` finds out which from the environment. In a world of one nothing is started and no socket is
-opened: the script trains in its own process as if paceline were not there.
+`paceline.init()` finds out which from the environment: `paceline run`, torchrun and Slurm each say so there. In a
+world of one nothing is started and no socket is opened: the script trains in its own process as if paceline were not
+there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class World:
 
 _world: World | None = None
 
+LAUNCHED = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
+"""What torchrun and Slurm say to the processes they start."""
+
 
 def init() -> World:
     """Join the run this process was started for; without one, be a world of one. Calling it again is harmless."""
@@ -47,9 +51,23 @@ def init() -> World:
 
             live = LiveWorker.from_environment(os.environ)
             _world = World(live.rank, live.config.members.workers, live)
+        elif LAUNCHED & os.environ.keys():
+            _world = _join_launched()
         else:
             _world = World()
     return _world
+
+
+def _join_launched() -> World:
+    """torchrun or Slurm has started this process; if it alone, it is a world of one."""
+    from paceline.runtime.live.rendezvous import read_place
+
+    place = read_place(os.environ)
+    if place is None or place.size == 1:
+        return World()
+    from paceline.runtime.live.beside import Beside
+
+    return World(place.rank, place.size, Beside(place).join())
 
 
 def take_part(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.actions import Drop
-from paceline.core.events import HelloArrived, OfferArrived, ViewChanged
+from paceline.core.events import GradientRejected, HelloArrived, OfferArrived, ViewChanged
 from paceline.core.gossip import NOBODY, Gossip
 from paceline.core.messages import Ack, Handle, Token
 from paceline.core.peer import Peer, Phase
@@ -178,6 +178,20 @@ class ExpectsAllFromTheStart(Unchecked):
         self.edges.firsts = dict.fromkeys(self.edges.ins, 0)
 
 
+class AppliesWhatIsRejected(Peer):
+    """Steps on a gradient that is not finite."""
+
+    def on_gradient_rejected(self, event: GradientRejected) -> None:
+        self.take_gradient(event, "")
+
+
+class GossipsWhatIsRejected(Gossip):
+    """The same."""
+
+    def on_gradient_rejected(self, event: GradientRejected) -> None:
+        self.take_gradient(event, "")
+
+
 class WaitsWhenBusy(Gossip):
     """Makes others wait while an offer is out: offers in a circle wait for ever."""
 
@@ -225,6 +239,8 @@ CASES: list[tuple[type, str | OnGraph, set[str]]] = [
     (GreetsNobody, "hop:graph=ring", {"hang"}),
     (KeepsNothingEarly, "hop:graph=ring", {"hang"}),
     (ExpectsAllFromTheStart, "hop:graph=ring", {"hang"}),
+    (AppliesWhatIsRejected, "hop:graph=ring,order=serial", {"order"}),
+    (GossipsWhatIsRejected, "adpsgd:graph=ring", {"order"}),
     (WaitsWhenBusy, "adpsgd:graph=complete", {"hang"}),
     (IgnoresTheLost, "adpsgd:graph=ring-based", {"hang"}),
 ]

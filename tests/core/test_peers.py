@@ -12,11 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline import graphs as named_graphs
-from paceline.core.actions import Action, Compute, Reduce, Send
-from paceline.core.events import GradientReady, OfferArrived, ReplyArrived, ViewChanged
+from paceline.core.actions import Action, Apply, Compute, Drop, Reduce, Send
+from paceline.core.events import (
+    Event,
+    GradientReady,
+    GradientRejected,
+    OfferArrived,
+    ReplyArrived,
+    UpdateArrived,
+    ViewChanged,
+)
 from paceline.core.gossip import NOBODY, Gossip
 from paceline.core.machine import Machine
-from paceline.core.messages import Handle, Members, Offer, Reply, Token, View
+from paceline.core.messages import Handle, Members, Offer, Reply, Token, Update, View
 from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy
 from paceline.core.topology import Topology, distances, neighbours, topology
@@ -338,6 +346,28 @@ def test_on_a_bipartite_graph_one_side_offers_and_nobody_declines() -> None:
         }
         assert offering == {0, 2, 4}
         assert story.counts["Drop"] == 0
+
+
+@pytest.mark.parametrize("text", ["hop:graph=ring", "hop:graph=ring,order=serial", "adpsgd:graph=ring"])
+def test_a_gradient_that_is_rejected_is_dropped_and_parameters_are_exchanged(text: str) -> None:
+    """Peer 0's gradient of iteration 0 is not used; it sends, averages and goes on as if it had been."""
+    policy = policy_of(text)
+    machine = policy.machine("peer", 0, Members(2, 0), 0)
+    machine.checks = True
+    view = ViewChanged(0.0, View(1, ((0, 0), (1, 0))))
+    actions = machine.handle(view)
+    actions += machine.handle(GradientRejected(1.0, 0, 0, (8,), "not finite"))
+    theirs = Handle(1, 0, 0, 1, 0)
+    answer: Event = ReplyArrived(2.0, Reply(1, 0, 0, theirs))
+    if text.startswith("hop"):
+        answer = UpdateArrived(2.0, Update(theirs))
+    actions += machine.handle(answer)
+    assert [action.reason for action in actions if isinstance(action, Drop)] == ["not finite"]
+    assert not [action for action in actions if isinstance(action, Apply)]
+    assert averages(actions) == 1
+    assert [action.iteration for action in actions if isinstance(action, Compute)] == [0, 1]
+    assert isinstance(machine, Peer | Gossip)
+    assert machine.version == 0
 
 
 # Broken machines are caught.

@@ -1,4 +1,4 @@
-"""Trains a small net in a live run and saves its parameters: `gpu_script.py DEVICE OVERLAP FILE`.
+"""Trains a small net in a live run and saves its parameters: `gpu_script.py DEVICE OVERLAP FILE POLICY`.
 
 A process of its own, which never touches CUDA: its forks, the workers, do.
 """
@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import paceline
+from paceline import policies
+from paceline.core.policy import PeerPolicy
 
 
 def work(device: str, overlap: bool) -> None:
@@ -33,8 +35,11 @@ def work(device: str, overlap: bool) -> None:
 
 
 def main() -> None:
-    device, overlap, file = sys.argv[1:]
-    run = paceline.launch(lambda: work(device, overlap == "True"), workers=2, servers=2, policy="bsp", timeout_s=90)
+    device, overlap, file, policy = sys.argv[1:]
+    servers = None if isinstance(policies.parse(policy), PeerPolicy) else 2
+    run = paceline.launch(
+        lambda: work(device, overlap == "True"), workers=2, servers=servers, policy=policy, timeout_s=90
+    )
     assert run.failures == [], run.failures
     save_file(dict(run.parameters), file)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.runtime.live import cuda, memory
 from paceline.runtime.live.aborting import Aborting
+from paceline.runtime.live.slots import Shelf, Values
 from paceline.runtime.live.staging import Transfer
 from paceline.tensors.layout import layout_of
 
@@ -105,19 +106,65 @@ def test_what_follows_load_sees_the_new_parameters_and_settle_waits_for_it(moved
     assert [round(value.item(), 3) for value in sums] == [3.0] * len(tensors)
 
 
+def trained(folder: Path, device: str, overlap: bool, policy: str) -> dict[str, torch.Tensor]:
+    file = folder / f"{device}-{overlap}.safetensors"
+    script = [sys.executable, str(ROOT / "tests/live/gpu_script.py"), device, str(overlap), str(file), policy]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=110, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "slow" not in done.stderr
+    return load_file(file)
+
+
 def test_a_live_run_on_the_gpu_equals_one_on_the_cpu(tmp_path: Path) -> None:
-    found = {}
-    for device, overlap in (("cpu", False), ("cuda", False), ("cuda", True)):
-        file = tmp_path / f"{device}-{overlap}.safetensors"
-        script = [sys.executable, str(ROOT / "tests/live/gpu_script.py"), device, str(overlap), str(file)]
-        done = subprocess.run(script, capture_output=True, text=True, timeout=110, env=os.environ)
-        assert done.returncode == 0, done.stderr
-        assert "slow" not in done.stderr
-        found[device, overlap] = load_file(file)
-    reference = found["cpu", False]
+    reference = trained(tmp_path, "cpu", False, "bsp")
+    for overlap in (False, True):
+        found = trained(tmp_path, "cuda", overlap, "bsp")
+        for name, value in reference.items():
+            assert torch.allclose(value, found[name], atol=1e-9), name
+
+
+@pytest.mark.parametrize("order", ["parallel", "serial"])
+def test_peers_on_the_gpu_equal_those_on_the_cpu(order: str, tmp_path: Path) -> None:
+    """Steps are taken on the device, averages in shared memory; a gradient is not finite, and a step is skipped."""
+    policy = f"hop:graph=complete,order={order}"
+    reference, found = (trained(tmp_path, device, False, policy) for device in ("cpu", "cuda"))
     for name, value in reference.items():
-        assert torch.allclose(value, found["cuda", False][name], atol=1e-9), name
-        assert torch.allclose(value, found["cuda", True][name], atol=1e-9), name
+        assert torch.allclose(value, found[name], atol=1e-9), name
+
+
+def test_adpsgd_on_the_gpu_comes_to_its_end(tmp_path: Path) -> None:
+    """Who averages with whom is a matter of time; the parameters are numbers, and not those of the start."""
+    found = trained(tmp_path, "cuda", False, "adpsgd:graph=complete")
+    assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def test_a_peer_on_the_gpu_keeps_its_tensors_and_sends_what_it_holds() -> None:
+    """What is lent stays as it was while the model goes on; the model is where it was."""
+    tensors = [torch.full((5,), 1.0, device="cuda"), torch.full((2, 3), 1.0, device="cuda")]
+    layout = layout_of((str(index), tensor, 0) for index, tensor in enumerate(tensors))
+    folder = memory.RunFolder()
+    try:
+        shelf = Shelf(folder.path, (0, 0), layout, 2)
+        shelf.members = {0: 0, 1: 0}
+        values = Values(tensors, shelf)
+        values.slot.values.fill_(2.0)
+        values.load()
+        assert [tensor.mean().item() for tensor in tensors] == [2.0, 2.0]
+        lent = values.name(1)
+        shelf.lend(lent, 1)
+        places = [tensor.data_ptr() for tensor in tensors]
+        values.step(lambda: torch._foreach_add_(tensors, 1.0))
+        other = Shelf(folder.path, (1, 0), layout, 2)
+        theirs = other.slots[other.find_free(None)]
+        theirs.values.fill_(5.0)
+        values.average(0.5, [theirs], [0.5])
+        assert [tensor.mean().item() for tensor in tensors] == [4.0, 4.0]
+        assert flat(tensors).tolist() == values.fetch().tolist()
+        assert set(shelf.slots[lent].values.tolist()) == {2.0}, "a neighbour may still read it"
+        assert [tensor.data_ptr() for tensor in tensors] == places
+        assert not values.moved(0)
+    finally:
+        folder.remove()
 
 
 def test_a_pass_is_given_up_although_the_host_could_run_ahead(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import policies, workloads
+from paceline import policies, rundir, workloads
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.cluster import Fault, load
 from paceline.core.actions import Apply
-from paceline.core.events import ViewChanged
+from paceline.core.events import GradientRejected, ViewChanged
 from paceline.core.messages import Members
 from paceline.core.topology import neighbours
 from paceline.errors import ConfigError, RunFailed
@@ -260,7 +260,7 @@ def test_if_all_who_had_parameters_are_killed_the_run_says_so() -> None:
         meanwhile(driver, kill)
 
 
-def test_the_model_is_the_average_and_buffers_too() -> None:
+def test_the_model_is_the_average_and_buffers_too(tmp_path: Path) -> None:
     """Peers that never step differ by what they are set to: nothing but the last average mixes them."""
 
     def work() -> None:
@@ -283,6 +283,13 @@ def test_the_model_is_the_average_and_buffers_too() -> None:
 
     run = paceline.launch(seeded, workers=3, policy="hop:graph=complete")
     assert torch.allclose(run.parameters["0.weight"], start + 1.0), "the mean of 0, 1 and 2"
+    assert run.consensus == [(run.time_s, pytest.approx((2.0 + 0.0 + 2.0) / 3))], "how far they are from it"
+    rundir.write_config(tmp_path, {})
+    rundir.save(tmp_path, run)
+    assert rundir.load(tmp_path).consensus == run.consensus
+    view = run.view().peers
+    assert view is not None
+    assert view.consensus[-1]["distance"] == pytest.approx(4 / 3)
     assert run.others["1.running_mean"].tolist() == [1.0, 1.0]
 
 
@@ -300,6 +307,10 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_parameters_are_exchanged(
     run = paceline.launch(work, workers=2, policy="hop:graph=complete,order=serial")
     assert run.parameters["weight"].tolist() == [[1.0, 1.0]]
     assert run.metrics.iterations == 2
+    assert run.metrics.dropped == 3, "the one that was not finite, and the two skipped"
+    assert [len(record.actions) for record in run.trace if isinstance(record.event, GradientRejected)]
+    assert sum(isinstance(action, Apply) for record in run.trace for action in record.actions) == 1
+    assert run.replay() == []
 
 
 def test_a_script_that_raises_ends_alone() -> None:

@@ -117,3 +117,34 @@ def test_average_is_own_plus_the_others_by_weight(shelf: Shelf, tensors: list[Te
     values.slot.values.fill_(float("nan"))
     values.average(0.0, others, (0.5, 0.5))
     assert torch.cat(tensors).tolist() == pytest.approx([55.0] * SIZE), "nothing is left of what joined with NaN"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_average_stays_where_it_is_once_all_have_read_it(
+    shelf: Shelf, tensors: list[Tensor], in_place: bool
+) -> None:
+    values = Values(tensors, shelf)
+    values.in_place = in_place
+    values.slot.values.fill_(1.0)
+    values.load()
+    other = Shelf(shelf.folder, (1, 0), shelf.layout, readers=3)
+    theirs = other.slots[other.find_free(None)]
+    theirs.values.fill_(3.0)
+    readers = mail_of(shelf, 1), mail_of(shelf, 2)
+    number = send(shelf, values, 1, 1, 2)
+    for mail in readers:
+        mail.take(handle(1), number)
+    readers[0].let_go(handle(1))
+    values.average(0.5, [theirs], (0.5,))
+    assert values.number != number, "one of two reads it still"
+    assert readers[1].held[handle(1)].values.tolist() == [1.0] * SIZE
+    assert torch.cat(tensors).tolist() == [2.0] * SIZE
+    second = send(shelf, values, 2, 1)
+    readers[0].take(handle(2), second)
+    readers[0].let_go(handle(2))
+    values.average(0.5, [theirs], (0.5,))
+    assert values.number == second
+    assert torch.cat(tensors).tolist() == [2.5] * SIZE
+    assert len(shelf.slots) == 2
+    assert send(shelf, values, 3, 1) == second
+    assert not shelf.is_free(second), "what was read under another name is not read under this one"

@@ -7,6 +7,7 @@ import pytest
 from paceline import policies, simulate
 from paceline.core.actions import Apply, Park
 from paceline.core.events import PushArrived
+from paceline.core.policy import PeerPolicy
 from paceline.run import Run
 
 TEXTS = [
@@ -22,7 +23,8 @@ TEXTS = [
 
 
 def run_one(policy: str, cluster: str = "random-slowdown:factor=6", iterations: int = 40, servers: int = 2) -> Run:
-    return simulate("quadratic", policy, workers=4, servers=servers, cluster=cluster, iterations=iterations)
+    given = None if isinstance(policies.parse(policy), PeerPolicy) else servers
+    return simulate("quadratic", policy, workers=4, servers=given, cluster=cluster, iterations=iterations)
 
 
 @pytest.mark.parametrize("text", TEXTS)

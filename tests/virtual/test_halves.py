@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.tensors import halves
+from paceline.runtime.live.receiving import find
+from paceline.tensors import halves, optimizers
 from paceline.tensors.halves import ErrorFeedback, WrongFrames
+from paceline.tensors.layout import Entry, Layout
+
+
+def layout(*sizes: int, borders: str = "anywhere") -> Layout:
+    return Layout(tuple(Entry(f"tensor {size}", (size,), 0) for size in sizes), "float32", borders)
+
 
 PART = ((0, 5), (7, 300), (301, 1000))
 
@@ -20,9 +27,10 @@ def test_there_and_back(wire: str, dtype: torch.dtype) -> None:
     travels = halves.travelling(wire, dtype)
     sent = torch.arange(1000, dtype=dtype).remainder(64).to(travels)
     arrived = torch.full((1000,), -1.0, dtype=dtype)
-    frames = halves.frames_of(halves.cut(sent, PART, 256, travels.itemsize))
+    ranges = halves.stretches(layout(1000), PART, 256, travels.itemsize)
+    frames = halves.frames_of(halves.cut(sent, ranges))
     assert max(frame.nbytes for frame in frames) <= 256
-    halves.fill(halves.cut(arrived, PART, 256, travels.itemsize), [memoryview(bytearray(f)) for f in frames], travels)
+    halves.fill(halves.cut(arrived, ranges), [memoryview(bytearray(f)) for f in frames], travels)
     for start, stop in PART:
         assert torch.equal(arrived[start:stop], sent[start:stop].to(dtype))
     assert arrived[5] == arrived[6] == arrived[300] == -1, "what is another server's is left alone"
@@ -30,18 +38,31 @@ def test_there_and_back(wire: str, dtype: torch.dtype) -> None:
 
 def test_as_they_are_nothing_is_copied() -> None:
     vector = torch.zeros(100)
-    (frame,) = halves.frames_of(halves.cut(vector, ((10, 20),), 1 << 20, 4))
+    (frame,) = halves.frames_of(halves.cut(vector, ((10, 20),)))
     vector[10] = 7.0
     assert bytes(frame[:4]) == bytes(memoryview(torch.tensor([7.0]).numpy()).cast("B"))
 
 
 @pytest.mark.parametrize("spoil", [lambda f: f[:-1], lambda f: [*f, f[0]], lambda f: [f[0][1:], *f[1:]], lambda f: []])
-def test_wrong_frames_are_refused_and_write_nothing(spoil) -> None:
-    vector, target = torch.ones(600), torch.zeros(600)
-    frames = halves.frames_of(halves.cut(vector, ((0, 600),), 1024, 4))
+def test_wrong_frames_are_refused(spoil) -> None:
+    pieces = halves.cut(torch.ones(600), ((0, 256), (256, 600)))
+    halves.check_frames(halves.frames_of(pieces), pieces, torch.float32)
     with pytest.raises(WrongFrames, match="were to come"):
-        halves.fill(halves.cut(target, ((0, 600),), 1024, 4), spoil(frames), torch.float32)
-    assert not target.any()
+        halves.check_frames(spoil(halves.frames_of(pieces)), pieces, torch.float32)
+
+
+def test_frames_end_where_the_optimizers_pieces_do() -> None:
+    entries = layout(300_000, 5, 200_000, 70_000, 60_000, 1)
+    whole = ((0, entries.numel),)
+    ranges = halves.stretches(entries, whole, 1 << 20, 4)
+    assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
+    assert all(stop - start <= 1 << 18 for start, stop in ranges)
+    starts = {start for start, _ in ranges}
+    pieces = entries.pieces(whole, optimizers.PIECE)
+    assert starts <= {piece.start for piece in pieces}
+    assert find(pieces, ranges) is not None
+    large = layout(300_000, 5, borders="tensors")
+    assert find(large.pieces(((0, large.numel),), 1), halves.stretches(large, ((0, large.numel),), 1 << 20, 4)) is None
 
 
 def test_an_unknown_wire_is_refused() -> None:

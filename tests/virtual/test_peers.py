@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline import cli, simulate
-from paceline.cluster import Cluster, Fault, from_table
+from paceline import cli, policies, simulate
+from paceline.api import Job
+from paceline.cluster import Cluster, Fault, Link, from_table
 from paceline.core.actions import Compute, Reduce
 from paceline.errors import ConfigError
 from paceline.report.peers import apartness
 from paceline.run import Run
 from paceline.runtime.virtual.network import Network
+from paceline.runtime.virtual.peers import PeerSimulation
+from paceline.runtime.virtual.simulation import Plan
 from tests.reference import largest_difference
 
 CHURN = (
@@ -94,6 +98,40 @@ def test_whoever_joins_begins_with_its_neighbours_parameters() -> None:
     assert average.own == 0
     assert average.iteration > 30
     assert run.history[-1].loss == pytest.approx(calm.history[-1].loss, rel=0.2)
+
+
+@pytest.mark.parametrize("policy", ["adpsgd:graph=complete", "hop:graph=complete,backup=1,max_gap=4"])
+def test_whoever_joins_counts_in_the_average_once_it_has_parameters(policy: str) -> None:
+    """Its link is slow: while its first parameters travel, what is evaluated is of the others alone."""
+    cluster = Cluster(
+        faults=(Fault("crash", 2, at_s=3.0), Fault("join", 2, at_s=5.0)),
+        links=(Link((2,), latency_s=0.6),),
+    )
+    job = Job("quadratic", policy, 4, 1, cluster, 80, None, None, None, 0)
+    counted: list[tuple[float, int, bool]] = []
+
+    class Watched(PeerSimulation):
+        def evaluate(self) -> None:
+            joiner = self.workers.get(2)
+            if joiner is not None and joiner.incarnation == 1:
+                mean = torch.stack([peer.values for peer in self.workers.values() if peer.begun]).mean(0)
+                super().evaluate()
+                assert torch.allclose(self.flat, mean)
+                counted.append((self.engine.now, len(self.holders()), joiner.begun))
+            else:
+                super().evaluate()
+
+    plan = Plan(
+        policy=job.policy, workload=job.workload, cluster=cluster, members=job.members, optimizer=job.optimizer,
+        seed=0, iterations=80, target=None, batch=job.batch, dtype=torch.float32,
+    )  # fmt: skip
+    run = Watched(plan).run()
+    without = [at for at, holders, begun in counted if not begun]
+    assert without, "evaluated between its coming and its first parameters"
+    assert {holders for _, holders, begun in counted if not begun} == {3}
+    assert {holders for _, holders, begun in counted if begun} == {4}
+    losses = [point.loss or 0.0 for point in run.history if 4.0 < point.time_s <= max(without)]
+    assert max(losses) < 2 * losses[0], "the model of the beginning is in none of them"
 
 
 def test_when_a_peer_goes_those_it_joined_are_joined() -> None:
@@ -213,11 +251,15 @@ def test_a_graph_from_a_file(tmp_path: Path) -> None:
         ("simulate --policy hop:graph=ring,machines=4:4", "machines= is for the graphs hierarchical"),
         ("simulate --policy hop:graph=double-ring --workers 7", "7 peers cannot be halved"),
         ("simulate --policy hop:graph=torus --workers 7", "7 peers fill no grid"),
-        ("simulate --policy hop:graph=nothing.edges", "cannot read the graph 'nothing.edges': No such file"),
+        ("simulate --policy hop:graph=nothing.edges", "nothing.edges': No such file"),
         ("simulate --policy adpsgd:graph=exponential", "has edges that go one way"),
         ("simulate --policy hop --by-layer", "has no servers: slicing and by_layer"),
         ("simulate --policy bsp --cluster steady:machines=4:4", "are for policies without servers: bsp has some"),
         ("simulate --policy hop --cluster steady:machines=4:3", "places 7 peers, there are 8"),
+        ("simulate --policy hop --servers 2", "servers=2: hop:graph=ring-based has no servers, leave it out"),
+        ("compare hop adpsgd --servers 2", "servers=2: hop:graph=ring-based has no servers, leave it out"),
+        ("simulate --policy hop:graph=a,b.edges", "'b.edges' in 'hop:graph=a,b.edges' is not KEY=VALUE"),
+        ("graph a,b.edges", "a,b.edges' has ',' in its path"),
         ("compare hop+bsp", "cannot be one of several policies: it has no parameter servers"),
     ],
 )
@@ -226,6 +268,31 @@ def test_bad_input_gets_one_clear_line(line: str, said: str, capsys: pytest.Capt
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_beside_a_policy_with_servers_their_number_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "compare bsp hop:graph=ring --servers 2 --workers 3 --workload quadratic --iterations 2"
+    assert cli.run(line.split()) == 0
+    assert "3 workers, 2 servers" in capsys.readouterr().out
+
+
+def test_a_graph_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.edges"
+    path.write_text("0 1\n1 2\n2 0\n")
+    policy = policies.parse(f"hop:graph={path}")
+    assert isinstance(policy, policies.Hop)
+    before = policy.topology(3)
+    assert policy.topology(3) is before
+    path.write_text("0 1\n1 2\n2 1\n1 0\n")
+    os.utime(path, ns=(1, 1))
+    assert policy.topology(3).edges == ((0, 1), (1, 0), (1, 2), (2, 1))
+
+
+@pytest.mark.parametrize("name", ["a,b.edges", "a(b).edges", "a+b.edges", "a@2.edges"])
+def test_a_path_that_a_policys_text_cannot_hold_is_refused(name: str, tmp_path: Path) -> None:
+    for policy in (policies.Hop, policies.ADPSGD):
+        with pytest.raises(ConfigError, match="which has another meaning in a policy's text: rename or copy"):
+            policy(graph=str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """`paceline bench exchange`: push a gradient, get parameters back; paceline, DDP, torch RPC and Ray side by side.
 
 Everybody is warm (the first exchanges are thrown away), rounds are interleaved, the median counts. Beside each
-figure stands the floor: the bytes that must move, over the copy bandwidth measured in the same run.
+figure stands the floor: the bytes that must move, over the copy bandwidth measured in the same run. Here all use shared
+memory; `tcp_exchange.py` has the same as between hosts.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any
 
 import torch
 
-from paceline import session
-from paceline.api import launch
+from paceline import policies, session
 from paceline.bench import peers
+from paceline.core.messages import Members
 from paceline.optim import Optimizer
 from paceline.runtime.live import memory
+from paceline.runtime.live.children import function_starter
+from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.wire import Abroad
 
 SIZES = {100_000: (100, 1000), 1_000_000: (100, 300), 10_000_000: (10, 50)}
 """Parameters: (exchanges thrown away, exchanges measured)."""
@@ -30,23 +34,33 @@ class Row:
     mode: str
     params: int
     workers: int
+    transport: str
+    wire: str
+    """How floats travel."""
+    keys: bool
+    """With CURVE."""
     paceline: float
     unit: str
     peers: dict[str, float]
     ratio: float
     floor: float
-    shared_floats: float
-    """Floats in /dev/shm and in the server, over `params`: at most workers + 2 (SGD has no state)."""
+    shared_floats: float | None
+    """Floats in /dev/shm and in the server, over `params`: at most workers + 2 (SGD has no state); None over TCP."""
 
 
 def run(sizes: list[int], workers: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
     rows = []
     for params in sizes:
-        warm, count = SIZES.get(params, (100, max(20, 300_000_000 // params // 10)))
-        options = {"params": params, "warm": warm, "count": count}
+        options = {**counts(params), "transport": "shm"}
         for mode in ("asp", "bsp"):
             rows.append(_row(mode, params, workers, rounds, options, say))
     return rows
+
+
+def counts(params: int) -> dict[str, int]:
+    """How many exchanges, of what size."""
+    warm, count = SIZES.get(params, (100, min(1000, max(20, 30_000_000 // params))))
+    return {"params": params, "warm": warm, "count": count}
 
 
 def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, Any], say: Callable[[str], None]) -> Row:
@@ -66,7 +80,8 @@ def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, A
     faster = mode == "asp"
     ratio = value / max(medians.values()) if faster else min(medians.values()) / value
     unit = "pushes/s" if faster else "ms"
-    return Row(mode, params, workers, value, unit, medians, ratio, _floor(mode, params, workers), max(shared))
+    floor = _floor(mode, params, workers)
+    return Row(mode, params, workers, "shm", "float32", False, value, unit, medians, ratio, floor, max(shared))
 
 
 def _measure_peers(mode: str, workers: int, options: dict[str, Any]) -> dict[str, float]:
@@ -78,7 +93,9 @@ def _measure_peers(mode: str, workers: int, options: dict[str, Any]) -> dict[str
     return measured
 
 
-def measure_paceline(mode: str, workers: int, options: dict[str, Any]) -> tuple[float, float]:
+def measure_paceline(
+    mode: str, workers: int, options: dict[str, Any], abroad: Abroad | None = None
+) -> tuple[float, float]:
     """Pushes a second of all workers together, and floats of shared memory over parameters."""
 
     def work() -> None:
@@ -100,7 +117,7 @@ def measure_paceline(mode: str, workers: int, options: dict[str, Any]) -> tuple[
         )
         session.log(loss=rate, accuracy=held / (4 * options["params"]))
 
-    run = launch(work, workers=workers, servers=1, policy=mode)
+    run = Driver(LivePlan(Members(workers, 1), function_starter(work), policies.parse(mode), abroad=abroad)).run()
     rates = [point.loss for point in run.history if point.loss is not None]
     held = [point.accuracy for point in run.history if point.accuracy is not None]
     # The server's own copy of the parameters is the one that is not in /dev/shm.

@@ -3,8 +3,8 @@
     ring       each sends its parameters to two neighbours over Gloo and averages theirs in
     ddp        all-reduce of the gradient over Gloo, then SGD: data-parallel training
     averaging  post-local SGD: local steps, then the models are averaged over Gloo
-    rpc        a parameter server on torch RPC (TensorPipe; shared memory on one host)
-    ray        Ray's parameter-server pattern, when ray is installed
+    rpc        a parameter server on torch RPC (TensorPipe: shared memory on one host; over TCP if so asked)
+    ray        Ray's parameter-server pattern, when ray is installed (with two nodes, if over TCP)
 
 A peer's worker is a function of (rank, size, store, options) that returns plain numbers; `measure` runs it in
 `size` processes. It gets what favours it: no framework around the exchange, and everything warm.
@@ -127,7 +127,8 @@ def exchange_rpc(rank: int, size: int, store: str, options: Options) -> float:
     """Pushes a second of one worker (rank 0 is the server)."""
     import torch.distributed.rpc as rpc
 
-    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    transports, channels = (["uv"], ["basic"]) if options["transport"] == "tcp" else (None, None)
+    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", _transports=transports, _channels=channels)
     if rank == 0:
         _Parameters.values = torch.zeros(options["params"])
     rpc.init_rpc(f"node{rank}", rank=rank, world_size=size, rpc_backend_options=backend)
@@ -147,7 +148,7 @@ def exchange_rpc(rank: int, size: int, store: str, options: Options) -> float:
 def _ray(size: int, options: Options) -> float:
     """Pushes a second of all workers together."""
     ray: Any = importlib.import_module("ray")
-    ray.init(num_cpus=size + 1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    stop = _start_ray(ray, size, options["transport"] == "tcp")
 
     class Server:
         def __init__(self) -> None:
@@ -167,10 +168,33 @@ def _ray(size: int, options: Options) -> float:
         return float(options["count"] / (time.perf_counter() - began))
 
     try:
-        server, worker = ray.remote(Server).remote(), ray.remote(work)
+        server = ray.remote(resources={"server": 1}, num_cpus=0)(Server).remote()
+        worker = ray.remote(resources={"worker": 1})(work)
         return float(sum(ray.get([worker.remote(server) for _ in range(size)])))
     finally:
+        stop()
+
+
+def _start_ray(ray: Any, size: int, over_tcp: bool) -> Callable[[], None]:
+    """A place for the server and one for each worker; what ends it all. Within a node Ray uses shared memory: over TCP
+    the server is on a node of its own, as on another host, and what goes between nodes goes over the network."""
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    here, there = {"server": 1}, {"worker": size}
+    if not over_tcp:
+        ray.init(num_cpus=size + 1, resources={**here, **there}, include_dashboard=False, **quiet)
+        stop: Callable[[], None] = ray.shutdown
+        return stop
+    nodes: Any = importlib.import_module("ray.cluster_utils").Cluster()
+    nodes.add_node(num_cpus=1, resources=here, include_dashboard=False)
+    nodes.add_node(num_cpus=size, resources=there)
+    nodes.wait_for_nodes()
+    ray.init(address=nodes.address, **quiet)
+
+    def stop_both() -> None:
         ray.shutdown()
+        nodes.shutdown()
+
+    return stop_both
 
 
 def _alone(work: Callable[[int, Options], float], size: int, options: Options) -> float:

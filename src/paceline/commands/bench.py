@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from paceline.api import check_count
-from paceline.bench import exchange, safety, straggler
+from paceline.bench import exchange, safety, straggler, tcp_exchange
 from paceline.commands.options import Outputs
 from paceline.commands.screen import console
 from paceline.errors import ConfigError
@@ -26,6 +27,7 @@ class BenchExchange:
     """Push a gradient, get parameters back: paceline, DDP over Gloo, torch RPC, and Ray if it is installed.
 
     paceline bench exchange --params 100000 1000000 10000000 --json exchange.json
+    paceline bench exchange --transport tcp     # as between hosts: torch RPC and Ray held to TCP too
     """
 
     params: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
@@ -34,6 +36,8 @@ class BenchExchange:
     """How many workers push."""
     rounds: int = 5
     """Interleaved rounds; the median counts."""
+    transport: Literal["shm", "tcp"] = "shm"
+    """Through shared memory, or over TCP on the loopback: as floats are, with keys (CURVE), and as bfloat16."""
     json: str | None = None
     """Write the results as JSON to this file."""
 
@@ -41,23 +45,30 @@ class BenchExchange:
         Outputs(json=self.json).check()
         for name, value in (("workers", self.workers), ("rounds", self.rounds), *(("params", p) for p in self.params)):
             check_count(name, value)
-        rows = exchange.run(list(self.params), self.workers, self.rounds, _say)
-        table = Table(
-            title=f"exchange, {self.workers} workers, 1 server", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0)
-        )
-        for heading in ("mode", "params", "paceline", "unit", "floor", "peers", "ratio", "memory"):
-            table.add_column(heading, justify="left" if heading in ("mode", "peers", "unit") else "right", no_wrap=True)
-        for row in rows:
-            others = ", ".join(f"{name} {value:.4g}" for name, value in row.peers.items())
-            table.add_row(
-                row.mode, f"{row.params:.0e}", f"{row.paceline:.4g}", row.unit, f"{row.floor:.3g}", others,
-                f"{row.ratio:.2f}x", f"{row.shared_floats:.1f} P",
-            )  # fmt: skip
-        console.print(table)
+        over = exchange if self.transport == "shm" else tcp_exchange
+        rows = over.run(list(self.params), self.workers, self.rounds, _say)
+        console.print(self._table(rows))
+        for line in tcp_exchange.cost_of_keys(rows):
+            _say(line)
         if self.json is not None:
             data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
             _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
         return 0
+
+    def _table(self, rows: list[exchange.Row]) -> Table:
+        title = f"exchange, {self.workers} workers, 1 server, {self.transport}"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
+        over_tcp = self.transport == "tcp"
+        ends = ("wire", "keys") if over_tcp else ("unit", "memory")
+        for heading in ("mode", "params", "paceline", "floor", "peers", "ratio", *ends):
+            text = heading in ("mode", "peers", "unit", "wire")
+            table.add_column(heading, justify="left" if text else "right", no_wrap=True)
+        for row in rows:
+            others = ", ".join(f"{name} {value:.4g}" for name, value in row.peers.items())
+            last = (row.wire, "yes" if row.keys else "no") if over_tcp else (row.unit, f"{row.shared_floats:.1f} P")
+            figures = (f"{row.paceline:.4g}", f"{row.floor:.3g}", others, f"{row.ratio:.2f}x")
+            table.add_row(row.mode, f"{row.params:.0e}", *figures, *last)
+        return table
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from paceline import policies
-from paceline.api import Job, simulate_job, train_job_live
+from paceline.api import Job, check_servers_used, simulate_job, train_job_live
 from paceline.commands.options import Training
 from paceline.commands.screen import Watching, console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.errors import ConfigError
@@ -32,6 +32,7 @@ class Compare(Training):
         self.check()
         if not self.policies:
             raise ConfigError(f"name at least one policy to compare (known: {', '.join(policies.CATALOGUE)})")
+        check_servers_used(self.policies, self.servers)
         jobs = [Job(policy=policy, **self.arguments()) for policy in self.policies]
         train = train_job_live if self.live else simulate_job
         runs = [_do(job, train) for job in jobs]
@@ -58,6 +59,7 @@ class Simulate(Training):
 
     def main(self) -> int:
         self.check()
+        check_servers_used([self.policy], self.servers)
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
         show_table([run], f"{job.workload.name}, {_size([job])}, in virtual time")
@@ -71,7 +73,7 @@ class Simulate(Training):
 
 
 def _do(job: Job, train: Callable[..., Run]) -> Run:
-    for warning in job.warnings:
+    for warning in job.warnings if train is simulate_job else ():  # a live run says it by itself
         console.print(f"warning: {warning}", soft_wrap=True)
     with Watching(str(job.policy), job.target) as watch:
         run = train(job, watch=watch)

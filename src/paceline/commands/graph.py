@@ -12,7 +12,7 @@ import tyro
 from paceline import graphs
 from paceline.api import check_count
 from paceline.commands.options import check_file
-from paceline.commands.screen import console
+from paceline.commands.screen import console, count
 from paceline.core.topology import UNIFORM, distances, neighbours, sides, unevenness
 from paceline.errors import ConfigError
 from paceline.graphs.drawing import as_svg, in_terminal
@@ -55,7 +55,7 @@ class Graph:
         degrees = sorted({len(others) for others in found.ins.values()})
         furthest = max(far for away in distances(graph).values() for far in away.values())
         lines = [
-            f"{self.name}: {graph.size} peers, {len(graph.edges)} edges, in-degree "
+            f"{self.name}: {count(graph.size, 'peer')}, {count(len(graph.edges), 'edge')}, in-degree "
             f"{' to '.join(map(str, dict.fromkeys((degrees[0], degrees[-1]))))}, longest shortest path {furthest}",
             f"weights: {'1/(in-degree + 1)' if found.rule == UNIFORM else found.rule}, doubly stochastic to "
             f"{unevenness(found.weights):.0e}",
@@ -67,7 +67,7 @@ class Graph:
         for line in lines:
             console.print(line, soft_wrap=True)
         if self.svg is not None:
-            title = escape(f"{self.name}, {graph.size} peers")
+            title = escape(f"{self.name}, {count(graph.size, 'peer')}")
             console.print(f"wrote {write_whole(Path(self.svg), as_svg(graph, title).encode())}", soft_wrap=True)
         return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from paceline.api import check_count
-from paceline.commands.run import Run, check_script
+from paceline.commands.run import Live, check_script
 from paceline.commands.screen import console, count
 from paceline.errors import ConfigError
 
@@ -24,7 +24,7 @@ KNOCK_S = 1.0
 
 
 @dataclass(kw_only=True)
-class Serve(Run):
+class Serve(Live):
     """Hold a run's parameters for workers of other machines: paceline serve --servers 2 --bind tcp://0.0.0.0:7000
 
     It prints the line to join with; the run begins when --workers have joined, and more may come at any time. It ends

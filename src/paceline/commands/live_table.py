@@ -68,7 +68,8 @@ class LiveTable:
 
     def render(self) -> Table:
         table = Table(title=self.headline(), title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-        for heading in ("worker", "iteration", "pushes/s", "staleness"):
+        peers = self.driver is not None and self.driver.peers.active
+        for heading in ("peer" if peers else "worker", "iteration", "steps/s" if peers else "pushes/s", "staleness"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("doing", overflow="ellipsis", no_wrap=True)
         for rank, status in sorted(self.driver.watchman.status.items() if self.driver is not None else ()):

@@ -74,8 +74,8 @@ class Training(Outputs):
     bandwidth; a scenario.toml; or one of paceline's own, as spot-instances (`paceline scenarios` lists them)."""
     workers: int = 8
     """How many workers compute gradients."""
-    servers: int = 1
-    """How many servers the parameters are sliced over."""
+    servers: int | None = None
+    """How many servers the parameters are sliced over (1; none under policies without servers, as hop)."""
     target: str | None = None
     """Stop when this is reached: accuracy=0.95 or loss=0.1. Missing it is a result, not an error."""
     iterations: int | None = None
@@ -101,7 +101,7 @@ class Training(Outputs):
             "workload": self.workload,
             "cluster": self.cluster,
             "workers": self.workers,
-            "servers": self.servers,
+            "servers": 1 if self.servers is None else self.servers,
             "target": self.target,
             "iterations": self.iterations,
             "optimizer": self.optimizer,

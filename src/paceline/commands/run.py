@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from paceline import rundir
 from paceline.api import check_count, check_live
+from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
+from paceline.commands.on_ray import RayOptions
 from paceline.commands.options import Outputs
 from paceline.commands.screen import console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.core.policy import PeerPolicy
@@ -21,6 +24,7 @@ from paceline.run import Target
 from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
+    from paceline.commands.hosts import Serve
     from paceline.runtime.live.keeping import Keeping
     from paceline.runtime.live.launch import LivePlan
 
@@ -28,14 +32,8 @@ NOT_RESUMED = ("dir", "json", "report", "chrome")
 
 
 @dataclass(kw_only=True)
-class Run(Outputs):
-    """Run a training script live: paceline run [options] SCRIPT.py [the script's own arguments].
-
-    paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py --lr 0.1
-
-    The script uses paceline.init() and paceline.Optimizer (see examples/). What stands after SCRIPT.py is the
-    script's. The run leaves a folder: configuration, metrics, trace, model.safetensors, checkpoints.
-    """
+class Live(Outputs):
+    """A run in real processes, wherever they are."""
 
     workers: int = 2
     """How many processes run the script."""
@@ -70,17 +68,22 @@ class Run(Outputs):
     timeout_s: float | None = None
     """Give up after so many seconds."""
 
-    def main(self, script: list[str], resume: Path | None = None) -> int:
-        check_script(script, "run")
-        return self.run(script, resume)
-
     def run(self, script: list[str], resume: Path | None) -> int:
-        """Do the run, and tell what came of it."""
-        from paceline.runtime.live.launch import Driver
-
+        """Check everything, then do the run where it is to be."""
         self.check()
         plan = self.plan(script)
         self.check_keeping(plan)
+        with self.placed(plan, script) as plan:
+            return self.carry_out(plan, script, resume)
+
+    def placed(self, plan: LivePlan, script: list[str]) -> AbstractContextManager[LivePlan]:
+        """The plan with places for its processes, for as long as it lasts."""
+        return nullcontext(plan)
+
+    def carry_out(self, plan: LivePlan, script: list[str], resume: Path | None) -> int:
+        """Do the run, and tell what came of it."""
+        from paceline.runtime.live.launch import Driver
+
         folder = resume or self.make_folder(script[0])
         plan = self.keep(plan, folder, resume is not None)
         config = {**asdict(self), "script": script[0], "arguments": script[1:]}
@@ -130,11 +133,10 @@ class Run(Outputs):
             target=Target.parse(self.target) if self.target is not None else None,
             care=Care(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),
             slicing=check_slicing(self.slicing),
+            servers_asked=self.servers,
         )
 
     def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:
-        from dataclasses import replace
-
         return replace(plan, keeping=self.keeping(folder, resume))
 
     def keeping(self, folder: Path, resume: bool = False) -> Keeping:
@@ -160,6 +162,45 @@ class Run(Outputs):
             raise ConfigError(f"--dir {self.dir} holds a run already: paceline resume {self.dir} goes on with it")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+@dataclass(kw_only=True)
+class Run(Live):
+    """Run a training script live: paceline run [options] SCRIPT.py [the script's own arguments].
+
+    paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py --lr 0.1
+
+    The script uses paceline.init() and paceline.Optimizer (see examples/). What stands after SCRIPT.py is the
+    script's. The run leaves a folder: configuration, metrics, trace, model.safetensors, checkpoints.
+    """
+
+    on: Literal["ray"] | None = None
+    """Where: on this machine if nothing is said; ray, on a Ray cluster."""
+    ray: Annotated[RayOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=RayOptions)
+
+    def main(self, script: list[str], resume: Path | None = None) -> int:
+        check_script(script, "run")
+        if self.on is None and self.ray != RayOptions():
+            changed = [one.name for one in fields(RayOptions) if getattr(self.ray, one.name) != one.default]
+            raise ConfigError(f"--{changed[0].replace('_', '-')} is for a run with --on ray")
+        if self.on == "ray" and (self.durable or self.durable_fsync):
+            raise ConfigError(
+                "--durable keeps its logs on one machine's disk: with --on ray take --checkpoint-s instead"
+            )
+        return self.run(script, resume)
+
+    def placed(self, plan: LivePlan, script: list[str]) -> AbstractContextManager[LivePlan]:
+        return on_ray.placed(plan, self.ray, script) if self.on == "ray" else nullcontext(plan)
+
+    def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:
+        plan = super().keep(plan, folder, resume)
+        if self.on == "ray" and plan.keeping is not None and self.checkpoint_updates is None is self.checkpoint_s:
+            console.print(
+                f"a checkpoint every {on_ray.CHECKPOINT_S:g} s: from it a lost server goes on (--checkpoint-s)"
+            )
+            keeping = replace(plan.keeping, every_s=on_ray.CHECKPOINT_S, against_loss=True)
+            plan = replace(plan, keeping=keeping)
+        return plan
 
 
 def check_script(script: list[str], command: str) -> None:
@@ -188,17 +229,24 @@ class Resume:
         folder = Path(self.dir)
         config = rundir.read_config(folder)
         script = [str(config.get("script")), *config.get("arguments", [])]
+        kind: type[Run | Serve] = Run
+        if "bind" in config:  # its workers come from other machines
+            from paceline.commands.hosts import Serve
+
+            kind = Serve
         self.bring_back(folder)
         given: dict[str, Any] = {
             field.name: config[field.name]
-            for field in fields(Run)
+            for field in fields(kind)
             if field.name in config and field.name not in NOT_RESUMED
         }
+        if "ray" in given:
+            given["ray"] = RayOptions(**given["ray"])
         given["servers"] = self.last_servers(folder, given["servers"])
         for name in ("workers", "servers"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value
-        return Run(**given).main(script, resume=folder)
+        return kind(**given).main(script if kind is Run else [], resume=folder)
 
     def bring_back(self, folder: Path) -> None:
         """Make a checkpoint of the logs of a durable run that did not end."""

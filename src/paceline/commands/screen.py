@@ -100,7 +100,7 @@ def show_table(runs: list[Run], title: str) -> None:
     target = target_of({"target": str(runs[0].target)}) if runs[0].target is not None else None
     # Narrow enough for 80 columns.
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0))
-    headings = ["time\nwaiting", "staleness\nmean / max", "dropped\ngradients", "final\naccuracy"]
+    headings = ["time\nwaiting", "staleness\nmean / max", dropped_heading(runs), "final\naccuracy"]
     if len(runs) > 1:
         headings.insert(0, f"speed-up\nover {short(base.policy)}")
     headings.insert(0, f"time to\n{runs[0].target}" if target else "time")
@@ -126,6 +126,12 @@ def show_table(runs: list[Run], title: str) -> None:
     for view in views:
         if said := divergence(view):
             console.print(f"{view.policy} {said}", soft_wrap=True)
+
+
+def dropped_heading(runs: list[Run]) -> str:
+    """Peers drop what others sent too late; only those with servers drop gradients alone."""
+    without = [not run.trace.header.members.servers for run in runs]
+    return "dropped\nupdates" if all(without) else "dropped" if any(without) else "dropped\ngradients"
 
 
 def size_of(members: Members) -> str:

@@ -158,6 +158,16 @@ class ComputeAborted(Struct, frozen=True, array_like=True, tag=True, gc=False):
     attempt: int
 
 
+class GradientRejected(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A peer's computation is done, and its gradient must not be applied (not finite, or none at all)."""
+
+    at: float
+    iteration: int
+    attempt: int
+    nbytes: tuple[int, ...]
+    reason: str
+
+
 class UpdateArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A neighbour's parameters have reached this peer, whole."""
 
@@ -200,7 +210,7 @@ class ReplyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
     reply: Reply
 
 
-PeerEvent = UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
+PeerEvent = GradientRejected | UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
 Event = (
     ViewChanged
     | Restored

@@ -17,6 +17,7 @@ from __future__ import annotations
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
 from paceline.core.events import (
     GradientReady,
+    GradientRejected,
     HelloArrived,
     OfferArrived,
     ReplyArrived,
@@ -158,6 +159,13 @@ class Gossip(Machine):
             self.actions.append(Drop(reply.handle, "this peer went on without it"))
 
     def on_gradient_ready(self, event: GradientReady) -> None:
+        self.take_gradient(event, "")
+
+    def on_gradient_rejected(self, event: GradientRejected) -> None:
+        """Its step is left out, and parameters are exchanged all the same."""
+        self.take_gradient(event, event.reason)
+
+    def take_gradient(self, event: GradientReady | GradientRejected, refusal: str) -> None:
         handle = Handle(self.rank, self.incarnation, event.iteration, self.version, sum(event.nbytes))
         if not self.begun:
             self.actions.append(Drop(handle, "this peer was given up"))
@@ -165,7 +173,10 @@ class Gossip(Machine):
         if not self.computing or (event.iteration, event.attempt) != (self.iteration, ATTEMPT):
             raise IllegalEvent(f"peer {self.rank} is not computing attempt {event.attempt} of {event.iteration}")
         self.computing = False
-        self.gradient = handle
+        if refusal:
+            self.actions.append(Drop(handle, refusal))
+        else:
+            self.gradient = handle
         if self.offered != NOBODY:
             reason = f"waits on peer {self.offered} to answer"
             self.actions.append(Wait(self.iteration, reason, (self.offered,)))
@@ -173,11 +184,12 @@ class Gossip(Machine):
     # Rules.
 
     def settle(self) -> None:
-        if self.gradient is None or self.offered != NOBODY:
+        if not self.begun or self.computing or self.offered != NOBODY:
             return
-        self.version += 1
-        self.actions.append(Apply((self.gradient,), 1.0, self.version))
-        self.gradient = None
+        if self.gradient is not None:
+            self.version += 1
+            self.actions.append(Apply((self.gradient,), 1.0, self.version))
+            self.gradient = None
         self.enter(self.iteration + 1)
 
     def enter(self, iteration: int) -> None:

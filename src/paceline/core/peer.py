@@ -33,6 +33,7 @@ from paceline.core.edges import JOINING, EdgeEvent, Edges, Process
 from paceline.core.events import (
     AckArrived,
     GradientReady,
+    GradientRejected,
     HelloArrived,
     TokenArrived,
     UpdateArrived,
@@ -162,14 +163,24 @@ class Peer(Machine):
         return not self.edges.keeps(sender, event) and self.edges.is_neighbour(sender)
 
     def on_gradient_ready(self, event: GradientReady) -> None:
+        self.take_gradient(event, "")
+
+    def on_gradient_rejected(self, event: GradientRejected) -> None:
+        """Its step is left out, and parameters are exchanged all the same."""
+        self.take_gradient(event, event.reason)
+
+    def take_gradient(self, event: GradientReady | GradientRejected, refusal: str) -> None:
+        gradient = Handle(self.rank, self.edges.incarnation, event.iteration, self.version, sum(event.nbytes))
         if self.phase is Phase.OUTSIDE:
-            lost = Handle(self.rank, self.edges.incarnation, event.iteration, self.version, sum(event.nbytes))
-            self.drop(lost, "this peer was given up")
+            self.drop(gradient, "this peer was given up")
             return
         if self.phase is not Phase.COMPUTING or (event.iteration, event.attempt) != (self.iteration, ATTEMPT):
             raise IllegalEvent(f"peer {self.rank} is not computing attempt {event.attempt} of {event.iteration}")
-        self.gradient = Handle(self.rank, self.edges.incarnation, self.iteration, self.version, sum(event.nbytes))
         self.phase = Phase.RECEIVING
+        if refusal:
+            self.drop(gradient, refusal)
+        else:
+            self.gradient = gradient
         if self.rules.serial:
             self.apply()
             self.send_update()
@@ -230,17 +241,16 @@ class Peer(Machine):
             self.drop(handle, f"late: of iteration {handle.iteration}, averaged is {k}")
         self.averaged = k
         self.phase = then
-        if self.gradient is not None:
-            self.apply()
+        self.apply()
         if self.rules.acks:
             self.tell(self.edges.ins, Ack(self.rank, self.edges.incarnation, k))
         return True
 
     def apply(self) -> None:
-        assert self.gradient is not None
-        self.version += 1
-        self.actions.append(Apply((self.gradient,), 1.0, self.version))
-        self.gradient = None
+        if self.gradient is not None:
+            self.version += 1
+            self.actions.append(Apply((self.gradient,), 1.0, self.version))
+            self.gradient = None
 
     def lacking(self) -> list[int]:
         """The out-neighbours whose tokens or acks keep the peer in its iteration."""

@@ -10,6 +10,7 @@ from paceline.core.events import (
     ComputeAborted,
     Event,
     GradientReady,
+    GradientRejected,
     HelloArrived,
     NotifyArrived,
     OfferArrived,
@@ -89,6 +90,8 @@ def in_words(thing: Event | Action | Message) -> str:
             return f"answer of shard {parameters.shard} to {in_words(parameters)}"
         case GradientReady(iteration=iteration):
             return f"gradient of iteration {iteration} ready"
+        case GradientRejected(iteration=iteration, reason=reason):
+            return f"gradient of iteration {iteration} rejected, {reason}"
         case TimerFired(timer=timer):
             return f"timer {timer} fired"
         case RiseArrived(rise=rise):

@@ -10,7 +10,8 @@
     hierarchical-spread   the same, with another node of the machine for each of its two bridges (003, Figure 21c)
     FILE          .graphml, or a list of edges (anything else): "a b" a line, a sends to b
 
-The hierarchical ones need `machines`: how many peers are on the first machine, the second, ...
+The hierarchical ones need `machines`: how many peers are on the first machine, the second, ... Live runs know it: there
+machines are the hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import lru_cache
 
 from paceline.core.topology import Edge, Topology, topology
 from paceline.errors import ConfigError
-from paceline.graphs.files import read_edges
+from paceline.graphs.files import read_edges, stamp, whole_path
 
 HIERARCHICAL = ("hierarchical", "hierarchical-spread")
 
@@ -92,10 +93,13 @@ def is_file(graph: str) -> bool:
     return "." in graph or "/" in graph
 
 
-def check_name(graph: str, machines: tuple[int, ...] | None) -> None:
-    """Refuse, in one line, a name that means nothing, or a placement where none is used."""
-    if graph in HIERARCHICAL and machines is None:
-        raise ConfigError(f"graph={graph} needs machines=: how many peers each has, as machines=4:2:2")
+def lacks_placement(graph: str, machines: tuple[int, ...] | None) -> bool:
+    """Whether it is not said yet who is on which machine, though the graph asks for it. Live, the hosts say it."""
+    return graph in HIERARCHICAL and machines is None
+
+
+def check_name(graph: str, machines: tuple[int, ...] | None) -> str:
+    """The name, of a file with its whole path. Refuses what means nothing, and a placement where none is used."""
     if machines is not None and graph not in HIERARCHICAL:
         raise ConfigError(f"machines= is for the graphs {' and '.join(HIERARCHICAL)}, not for {graph}")
     known = [*NAMED, *HIERARCHICAL]
@@ -103,12 +107,20 @@ def check_name(graph: str, machines: tuple[int, ...] | None) -> None:
         near = get_close_matches(graph, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown graph {graph!r}{hint} (known: {', '.join(known)}, or a file: x.graphml, x.edges)")
+    return graph if graph in known else whole_path(graph)
+
+
+def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, uniform: bool = False) -> Topology:
+    """The graph of this name or file for so many peers, checked."""
+    name = check_name(graph, machines)
+    if lacks_placement(graph, machines):
+        raise ConfigError(f"graph={graph} needs machines=: how many peers each has, as machines=4:2:2")
+    return _load(name, peers, machines, uniform, stamp(name) if is_file(name) else 0)
 
 
 @lru_cache(maxsize=64)
-def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, uniform: bool = False) -> Topology:
-    """The graph of this name or file for so many peers, checked."""
-    check_name(graph, machines)
+def _load(graph: str, peers: int, machines: tuple[int, ...] | None, uniform: bool, written: int) -> Topology:
+    """The same, found once for each time `written` that the file was."""
     if graph in HIERARCHICAL and machines is not None:
         if sum(machines) != peers:
             raise ConfigError(
@@ -122,4 +134,4 @@ def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, unifor
     return topology(peers, edges, uniform)
 
 
-__all__ = ["HIERARCHICAL", "NAMED", "check_name", "load"]
+__all__ = ["HIERARCHICAL", "NAMED", "check_name", "lacks_placement", "load"]

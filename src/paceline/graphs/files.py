@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from paceline.core.topology import Edge
 from paceline.errors import ConfigError
+
+NOT_IN_TEXT = re.compile(r"[,()]|\+(?=\s*[A-Za-z_./~])|@\s*\d|^\s|\s$")
+"""What a path cannot have in it: there it would end a policy's parameter, or the policy."""
+
+
+def whole_path(name: str) -> str:
+    """The file's whole path, which means the same in every process of a run, whatever folder its script goes to."""
+    path = str(Path(name).expanduser().absolute())
+    if found := NOT_IN_TEXT.search(path):
+        raise ConfigError(
+            f"the graph {path!r} has {found[0]!r} in its path, which has another meaning in a policy's text: "
+            "rename or copy the file"
+        )
+    return path
+
+
+def stamp(name: str) -> int:
+    """Another number whenever the file was written anew; 0 if it is not there."""
+    try:
+        return Path(name).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def read_edges(name: str, peers: int) -> list[Edge]:

@@ -3,7 +3,8 @@
 The rule. While a peer computes, it exchanges parameters with one neighbour drawn at random, and both take the mean;
 then it applies its gradient. Nobody looks at anybody's iteration. The asynchronous baseline of Hop (003, 2.3 and 5).
 
-What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down.
+What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down: in virtual time,
+where offers are answered at once. Live, a peer answers at its next step, so a slow one holds back who has chosen it.
 
 What it gives up. Any bound on how far apart peers are. To be free of deadlock it wants a bipartite graph, where one
 side offers and the other answers (ring with an even number of peers, torus with even sides); on others
@@ -13,13 +14,13 @@ everybody offers and those who are busy decline, so some iterations go without a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
 from paceline.core.gossip import Gossip
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Role
+from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy
 from paceline.core.spec import option, parameter
 from paceline.core.topology import Topology, is_symmetric
@@ -38,17 +39,18 @@ class ADPSGD(PeerPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        graphs.check_name(self.graph, self.machines)
+        object.__setattr__(self, "graph", graphs.check_name(self.graph, self.machines))
 
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines)
+
+    def placed(self, machines: tuple[int, ...]) -> ADPSGD:
+        return replace(self, machines=machines) if graphs.lacks_placement(self.graph, self.machines) else self
 
     def validate(self, members: Members) -> None:
         if not is_symmetric(self.topology(members.workers)):
             raise ConfigError(f"adpsgd:graph={self.graph} has edges that go one way: both ends take the mean, so name "
                               "a graph whose edges go both ways")  # fmt: skip
 
-    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
-        if role == "peer":
-            return Gossip(rank, self.topology(members.workers), seed)
-        raise ConfigError(f"{self} has no machine for the role {role!r}: it has peers")
+    def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
+        return Gossip(rank, graph, seed)

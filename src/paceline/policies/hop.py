@@ -30,12 +30,12 @@ are not doubly stochastic, so those who are late count for less; with data that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Role
+from paceline.core.messages import Members
 from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy
 from paceline.core.spec import option, parameter
@@ -70,7 +70,7 @@ class Hop(PeerPolicy):
         for name, value, known in (("order", self.order, ORDERS), ("weights", self.weights, WEIGHTS)):
             if value not in known:
                 raise ConfigError(f"hop:{name}={value} is not one of {', '.join(known)}")
-        graphs.check_name(self.graph, self.machines)
+        object.__setattr__(self, "graph", graphs.check_name(self.graph, self.machines))
         if self.notify_ack and (self.backup or self.staleness is not None or self.max_gap is not None):
             raise ConfigError("hop:notify_ack bounds the gap by itself: it goes without backup, staleness and max_gap")
         if self.backup and self.max_gap is None:
@@ -107,6 +107,9 @@ class Hop(PeerPolicy):
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines, self.weights == "uniform")
 
+    def placed(self, machines: tuple[int, ...]) -> Hop:
+        return replace(self, machines=machines) if graphs.lacks_placement(self.graph, self.machines) else self
+
     def validate(self, members: Members) -> None:
         graph = self.topology(members.workers)
         ins = neighbours(graph, frozenset(range(graph.size))).ins
@@ -123,7 +126,5 @@ class Hop(PeerPolicy):
         freely = math.inf if self.backup else (1 if self.staleness is None else self.staleness + 1) * back
         return min(freely, self.max_gap * there) if self.max_gap is not None else freely
 
-    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
-        if role == "peer":
-            return Peer(rank, self.topology(members.workers), self.rules)
-        raise ConfigError(f"{self} has no machine for the role {role!r}: it has peers")
+    def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
+        return Peer(rank, graph, self.rules)

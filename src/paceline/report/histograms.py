@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from paceline.report import wording
 from paceline.report.charts import BOX, Axis, axis
 from paceline.report.markup import count, share, swatch, tag, text
 from paceline.report.view import RunView, labels
@@ -16,11 +17,6 @@ from paceline.report.view import RunView, labels
 MOST_BARS = 40
 FAR_OUT = 0.002
 """The share of a run's gradients that may lie beyond the axis."""
-
-NOTE = (
-    "Share of the gradients by staleness: how many updates were made between reading the parameters and using the "
-    "gradient. All runs have the same axis across, each its own upwards."
-)
 
 
 def staleness_section(runs: list[RunView]) -> str:
@@ -33,7 +29,7 @@ def staleness_section(runs: list[RunView]) -> str:
     bars = largest // width + 1
     names = labels(runs)
     figures = [_figure(index, names[index], run, width, bars) for index, run in enumerate(runs) if run.staleness]
-    return tag("p", text(NOTE), class_="note") + tag("div", "".join(figures), class_="histograms")
+    return tag("p", text(wording.stale_note(runs)), class_="note") + tag("div", "".join(figures), class_="histograms")
 
 
 def _last_shown(counts: Mapping[int, int]) -> int:

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from paceline.report import wording
 from paceline.report.aborts import abort_table
 from paceline.report.charts import legend, line_chart
 from paceline.report.histograms import staleness_section
@@ -22,15 +23,6 @@ from paceline.report.tables import cause_table, config_table, reason_table, summ
 from paceline.report.timeline import lanes
 from paceline.report.view import RunView, target_of, verdict
 
-GLOSSARY = (
-    ("waiting", "share of the workers' lifetimes in which their pulls were parked"),
-    ("DPR", "delayed pull request: a pull that a shard parked; per 100 iterations, all workers and shards"),
-    ("staleness", "updates a shard took between handing out parameters and using the gradient they led to"),
-    ("dropped", "gradients that did not count on at least one shard"),
-)
-
-CAUSES = "Seconds of waiting of all workers, by the worker whose push ended it; below, by the reason given."
-
 
 def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
     """The page as text."""
@@ -38,16 +30,16 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
     title = _title(runs, config)
     header = tag("p", "paceline", class_="mark") + tag("h1", text(title))
     header += tag("p", text(verdict(runs, target)), class_="verdict") + _facts(runs, config)
-    terms = "".join(tag("dt", text(term)) + tag("dd", text(meaning)) for term, meaning in GLOSSARY)
+    terms = "".join(tag("dt", text(term)) + tag("dd", text(meaning)) for term, meaning in wording.glossary(runs))
     charts = line_chart("Accuracy", "accuracy", runs, target) + line_chart("Loss", "loss", runs, target)
     curves = legend(runs) + tag("div", charts, class_="charts")
     sections = (
         ("Summary", summary_table(runs, target) + tag("dl", terms, class_="terms")),
         ("Learning", curves if charts else _note("No evaluation was recorded.")),
-        ("How stale the gradients were", staleness_section(runs)),
+        (wording.stale(runs), staleness_section(runs)),
         ("Who did what, when", lanes(runs)),
         *([("How far apart the peers were", apart)] if (apart := peers_section(runs)) else []),
-        ("Who was waited for", _note(CAUSES) + cause_table(runs) + reason_table(runs)),
+        ("Who was waited for", _note(wording.causes(runs)) + cause_table(runs) + reason_table(runs)),
         ("Planned barriers", barrier_section(runs)),
         *((("What was begun again", abort_table(runs)),) if any(run.summary.get("aborts") for run in runs) else ()),
         ("Configuration", config_table(config)),
@@ -91,14 +83,15 @@ def _facts(runs: list[RunView], config: Mapping[str, Any]) -> str:
     runtimes = dict.fromkeys(run.runtime for run in runs)
     said = {"virtual": "virtual time, real gradients", "live": "live processes, wall-clock time"}
     facts = [said.get(runtime, runtime) for runtime in runtimes]
-    for noun in ("worker", "server"):
-        number = config.get(f"{noun}s")
-        if isinstance(number, int):
+    peers = wording.all_peers(runs)
+    for key, noun in (("workers", wording.noun(runs)), ("servers", "server")):
+        number = config.get(key)
+        if isinstance(number, int) and not (peers and key == "servers"):
             facts.append(plural(number, noun))
     for change in runs[0].summary.get("server_changes", ()) if len(runs) == 1 else ():
         facts.append(f"{plural(change['after'], 'server')} from {change['at_s']:.1f} s on")
     uneven = {run.number("slices", "imbalance") for run in runs} - {None}
-    if config.get("servers") != 1 and len(uneven) == 1:
+    if config.get("servers") != 1 and not peers and len(uneven) == 1:
         facts.append(f"largest slice {uneven.pop():.2f} times the mean")
     if "seed" in config:
         facts.append(f"seed {config['seed']}")

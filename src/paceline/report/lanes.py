@@ -27,6 +27,7 @@ from paceline.core.events import (
     ComputeAborted,
     Event,
     GradientReady,
+    GradientRejected,
     ParametersArrived,
     PushArrived,
     PushRejected,
@@ -276,7 +277,7 @@ class Lanes:
         lane.last_s = at
         if lane.end_s is not None:
             return
-        if type(event) is GradientReady:
+        if isinstance(event, GradientReady | GradientRejected):
             lane.finish_compute(at)
         for action in record.actions:
             if type(action) is PeerWait:

@@ -6,7 +6,8 @@ computed on and the one it went into. A gradient counts as *dropped* when at lea
 being late or not finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
 
 Of peers (report/peers.py): staleness is how many iterations older an update was than the average it went into, dropped
-are the updates that came too late for any, updates the steps of each peer's optimizer, in the mean.
+are the updates that came too late for any and the gradients that were not finite or skipped, updates the steps of each
+peer's optimizer, in the mean.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from msgspec import Struct
 from paceline.core.actions import Answer, Apply, Drop, Park, Send
 from paceline.core.events import (
     GradientReady,
+    GradientRejected,
     NotifyArrived,
     PullArrived,
     PushArrived,
@@ -74,7 +76,7 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         lanes.take(record)
         if record.node[0] == "server":
             counts.take(record)
-        elif type(record.event) is GradientReady:
+        elif isinstance(record.event, GradientReady | GradientRejected):
             counts.computed[record.node[1], record.incarnation] += 1
         if record.node[0] == "peer":
             peers.take(record)
@@ -96,7 +98,7 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         wait_share=sum(span.seconds for span in waits) / lifetimes_s if lifetimes_s else 0.0,
         dpr_per_100=100 * counts.parks * workers / gradients if gradients else 0.0,
         staleness=describe(staleness),
-        dropped=len(counts.dropped) + peers.late,
+        dropped=len(counts.dropped) + peers.late + peers.rejected,
         bytes={**counts.bytes(), **peers.bytes()},
         waiting_caused_by=waiting_caused_by(waits),
         waiting_by_reason=waiting_by_reason(waits),

@@ -19,7 +19,9 @@ def peers_section(runs: list[RunView]) -> str:
     if not any(run.peers for run in runs):
         return ""
     gaps = [replace(run, history=run.peers.gaps if run.peers else []) for run in runs]
-    distances = [replace(run, history=run.peers.consensus if run.peers else []) for run in runs]
+    measured = [run.peers.consensus if run.peers else [] for run in runs]
+    # Of a live run the last is known only: that is in the table.
+    distances = [replace(run, history=rows if len(rows) > 1 else []) for run, rows in zip(runs, measured, strict=True)]
     bounds = {run.peers.bound for run in runs if run.peers}
     bound = bounds.pop() if len(bounds) == 1 else None
     aim = Target("bound", "gap", bound) if bound is not None else None

@@ -7,7 +7,7 @@ from collections import Counter
 from msgspec import Struct
 
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send
-from paceline.core.events import UpdateArrived, ViewChanged
+from paceline.core.events import GradientRejected, UpdateArrived, ViewChanged
 from paceline.core.messages import Offer, Reply, Update
 from paceline.core.trace import Header, Record, Trace
 
@@ -22,6 +22,7 @@ class PeerCounts:
         self.nbytes = sum(header.slice_bytes)
         self.steps = 0
         self.late = 0
+        self.rejected = 0
         self.sent = 0
         self.staleness: Counter[int] = Counter()
 
@@ -30,6 +31,7 @@ class PeerCounts:
         return self.steps // self.peers if self.peers else 0
 
     def take(self, record: Record) -> None:
+        self.rejected += isinstance(record.event, GradientRejected)
         for action in record.actions:
             if isinstance(action, Apply):
                 self.steps += 1

@@ -32,7 +32,7 @@
       if (!words) return hide();
       const row = [...event.target.parentNode.parentNode.children].indexOf(event.target.parentNode);
       const rank = bars.previousElementSibling.children[row].dataset.rank;
-      show(event, [[null, "worker " + rank + ": " + words]]);
+      show(event, [[null, bars.dataset.noun + " " + rank + ": " + words]]);
     };
     bars.addEventListener("pointermove", over);
     bars.addEventListener("pointerdown", over);

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.report import wording
 from paceline.report.lanes import RESTS
 from paceline.report.markup import (
     DASH,
@@ -41,8 +42,9 @@ def summary_table(runs: list[RunView], target: Target | None) -> str:
     heads.append(f"time to {target.text}" if target else "time")
     if len(runs) > 1:
         heads.append(versus)
-    heads += ["waiting", "DPRs per 100", "staleness mean / max", "dropped", "updates"]
-    heads += ["final accuracy", "final loss", "MB pushed / pulled"]
+    parked = [] if wording.all_peers(runs) else ["DPRs per 100"]
+    heads += ["waiting", *parked, "staleness mean / max", "dropped", "updates"]
+    heads += ["final accuracy", "final loss", wording.moved(runs)]
     rows = [_row(index, names[index], runs, target) for index in range(len(runs))]
     head = tag("tr", "".join(tag("th", text(head), scope="col") for head in heads))
     return scrolled(tag("table", tag("thead", head) + tag("tbody", "".join(rows)), class_="summary"))
@@ -66,17 +68,25 @@ def _row(index: int, name: str, runs: list[RunView], target: Target | None) -> s
         cells.append(tag("td", "baseline") if is_base else _cell(times, lambda value: f"{value:.2f}×"))
     waiting = run.number("wait_share")
     cells.append(tag("td", DASH if waiting is None else _meter(waiting, 1.0, "wait", share(waiting))))
-    cells.append(_cell(run.number("dpr_per_100"), lambda value: count(round(value, 1 if value < 100 else 0))))
+    if not wording.all_peers(runs):
+        parked = run.number("dpr_per_100") if run.peers is None else None
+        cells.append(_cell(parked, lambda value: count(round(value, 1 if value < 100 else 0))))
     mean, worst = run.number("staleness", "mean"), run.number("staleness", "max")
     cells.append(tag("td", text(DASH if mean is None or worst is None else f"{mean:.1f} / {count(worst)}")))
     cells.append(_cell(run.number("dropped"), count))
     cells.append(_cell(run.number("updates"), count))
     cells.append(_cell(run.number("final", "accuracy"), lambda value: f"{value:.3f}"))
     cells.append(_cell(run.number("final", "loss"), lambda value: f"{value:.3g}"))
-    push, pull = run.number("bytes", "push"), run.number("bytes", "pull")
-    moved = DASH if push is None or pull is None else f"{megabytes(push)} / {megabytes(pull)}"
-    cells.append(tag("td", text(moved)))
+    cells.append(tag("td", text(_moved(run))))
     return tag("tr", "".join(cells))
+
+
+def _moved(run: RunView) -> str:
+    """How much was pushed and pulled, or sent from peer to peer."""
+    if run.peers is not None:
+        return megabytes(run.number("bytes", "update") or 0)
+    push, pull = run.number("bytes", "push"), run.number("bytes", "pull")
+    return DASH if push is None or pull is None else f"{megabytes(push)} / {megabytes(pull)}"
 
 
 def _cell(value: float | None, write: Callable[[float], str]) -> str:
@@ -97,10 +107,11 @@ def cause_table(runs: list[RunView]) -> str:
     totals = _totals(columns)
     named = [cause for cause in totals if cause != NOBODY][:SHOWN_CAUSES]
     rest = [cause for cause in totals if cause != NOBODY and cause not in named]
-    rows = [(f"worker {cause}", [column.get(cause, 0.0) for column in columns]) for cause in sorted(named)]
+    noun = wording.noun(runs)
+    rows = [(f"{noun} {cause}", [column.get(cause, 0.0) for column in columns]) for cause in sorted(named)]
     if rest:
         together = [sum(column.get(cause, 0.0) for cause in rest) for column in columns]
-        rows.append((f"{plural(len(rest), 'other worker')}", together))
+        rows.append((f"{plural(len(rest), f'other {noun}')}", together))
     if NOBODY in totals:
         rows += _unpushed(runs)
     return _bars("waited for", runs, rows)

@@ -15,6 +15,7 @@ from paceline.report.lanes import Kind, Span
 from paceline.report.markup import count, seconds, share, swatch, tag, text
 from paceline.report.planned import mark_keys, marks
 from paceline.report.view import RunView, labels
+from paceline.report.wording import noun
 
 SHOWN_ITERATIONS = 40
 SHOWN_WORKERS = 32
@@ -89,14 +90,15 @@ def _lanes(index: int, name: str, run: RunView, x: Axis) -> str:
         viewBox=f"0 0 {WIDTH} {total}",
         preserveAspectRatio="none",
         role="img",
-        aria_label=f"What each worker did when, {name}",
+        aria_label=f"What each {noun([run])} did when, {name}",
         style=f"height:{total}px",
     )
     waiting = run.number("wait_share")
     said = f"waited {share(waiting)} of the time" if waiting is not None else ""
     head = swatch(index) + tag("b", text(name)) + tag("span", text(said), class_="said")
     head += tag("span", text(shown(run, len(by_worker), x.high)), class_="said shown")
-    frame = tag("div", "".join(ranks), class_="ranks") + tag("div", svg, class_="bars") + time_ticks(x)
+    bars_of = tag("div", svg, class_="bars", data_noun=noun([run]))
+    frame = tag("div", "".join(ranks), class_="ranks") + bars_of + time_ticks(x)
     return tag("figure", tag("figcaption", head) + tag("div", frame, class_="frame"), class_="lanes")
 
 
@@ -107,7 +109,7 @@ def shown(run: RunView, workers: int, shown_s: float) -> str:
     end_s = max(span.end_s for span in run.spans)
     part, whole = seconds(shown_s), seconds(end_s)
     time = f"first {part} of {whole}" if end_s > shown_s and part != whole else f"all {whole}"
-    return f"{time}, {SHOWN_WORKERS} of {count(workers)} workers" if workers > SHOWN_WORKERS else time
+    return f"{time}, {SHOWN_WORKERS} of {count(workers)} {noun([run])}s" if workers > SHOWN_WORKERS else time
 
 
 def condense(rows: list[list[Span]], shown_s: float) -> list[list[Bar]]:
@@ -164,7 +166,8 @@ def describe(span: Span) -> str:
     after = f"after iteration {span.iteration}" if span.iteration >= 0 else "starting"
     if span.kind in ("push", "pull", "exchange"):
         return f"{WORDS[span.kind]} {after}, {when}"
-    ended = f"released by worker {span.cause}" if span.cause >= 0 else "released by no push"
+    who, what = ("peer", "message") if span.reason.startswith("waits on peer") else ("worker", "push")
+    ended = f"released by {who} {span.cause}" if span.cause >= 0 else f"released by no {what}"
     return f"waiting {after}, {when}: {span.reason}; {ended}"
 
 

@@ -1,10 +1,10 @@
 """How floats travel between hosts: as they are, or as halves with error feedback.
 
-A part of a flat vector travels as frames: buffers of bounded length, in the order of the vector, none across the
-border of a range. As they are, frames are the vector's own memory, at either end. As "bfloat16" or "float16" they are
-half as long (a quarter, if the model is in float64), and what rounding leaves out of a gradient is not lost: it is kept
-and added to the next one (error feedback: Seide et al., 2014; Karimireddy et al., 2019). Parameters are rounded without
-it: each time they come from the whole ones, which the servers keep.
+A part of a flat vector travels as frames: buffers of bounded length, in the order of the vector (`stretches`). As
+floats are, frames are the vector's own memory, at either end. As "bfloat16" or "float16" they are half as long (a
+quarter, if the model is in float64), and what rounding leaves out of a gradient is not lost: it is kept and added to
+the next one (error feedback: Seide et al., 2014; Karimireddy et al., 2019). Parameters are rounded without it: each
+time they come from the whole ones, which the servers keep.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.tensors.assignment import Ranges
+from paceline.tensors.layout import Layout, Part
+from paceline.tensors.optimizers import PIECE
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AS_THEY_ARE = "float32"
@@ -40,10 +42,26 @@ def travelling(wire: str, dtype: torch.dtype) -> torch.dtype:
     return HALVES.get(check_wire(wire), dtype)
 
 
-def cut(vector: Tensor, part: Ranges, longest: int, itemsize: int) -> list[Tensor]:
-    """A part of a vector in pieces that are one frame each: `longest` bytes at most, `itemsize` for an element."""
-    count = max(1, longest // itemsize)
-    return [piece for start, stop in part for piece in vector[start:stop].split(count)]
+def stretches(layout: Layout, part: Part, longest: int, itemsize: int) -> Ranges:
+    """Which ranges of the vector are one frame each, `longest` bytes at most and `itemsize` for an element.
+
+    They begin and end where the optimizer's pieces do, as far as these fit into a frame: a piece can then be stepped
+    with as it came.
+    """
+    most = max(1, longest // itemsize)
+    found: list[tuple[int, int]] = []
+    for piece in layout.pieces(part, PIECE):
+        start, stop = piece.start, piece.start + piece.length
+        if found and found[-1][1] == start and stop - found[-1][0] <= most:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found += [(at, min(at + most, stop)) for at in range(start, stop, most)]
+    return tuple(found)
+
+
+def cut(vector: Tensor, ranges: Ranges) -> list[Tensor]:
+    """These ranges of a vector, as views."""
+    return [vector[start:stop] for start, stop in ranges]
 
 
 def frames_of(pieces: Sequence[Tensor]) -> list[memoryview]:
@@ -62,8 +80,7 @@ def check_frames(frames: Sequence[memoryview], pieces: Sequence[Tensor], dtype: 
 
 
 def fill(pieces: Sequence[Tensor], frames: Sequence[memoryview], dtype: torch.dtype) -> None:
-    """Write what has travelled as `dtype` into its place. All frames fit, or nothing is written."""
-    check_frames(frames, pieces, dtype)
+    """Write what has travelled as `dtype`, and was checked, into its place."""
     for piece, frame in zip(pieces, frames, strict=True):
         piece.copy_(torch.frombuffer(frame, dtype=dtype))
 

@@ -6,7 +6,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
 from paceline.core.actions import Action, Apply, Compute, Drop, Reduce
-from paceline.core.events import Event, GradientReady, OfferArrived, ReplyArrived, TokenArrived, UpdateArrived
+from paceline.core.events import (
+    Event,
+    GradientReady,
+    GradientRejected,
+    OfferArrived,
+    ReplyArrived,
+    TokenArrived,
+    UpdateArrived,
+)
 from paceline.core.machine import Machine
 from paceline.core.messages import Handle, Message, Token
 from paceline.core.peer import Peer
@@ -16,6 +24,9 @@ from paceline.core.words import Process, in_words, name
 from paceline.testing.story import Story
 
 Links = Mapping[tuple[Process, int], deque[Message]]
+
+NOT_TO_BE_APPLIED = -1
+"""For the iteration of a gradient that was rejected."""
 
 
 class PeerJudge:
@@ -50,6 +61,8 @@ class PeerJudge:
     def note(self, process: Process, event: Event) -> None:
         if isinstance(event, GradientReady):
             self.ready[process] = event.iteration
+        elif isinstance(event, GradientRejected):
+            self.ready[process] = NOT_TO_BE_APPLIED
         elif isinstance(event, TokenArrived):
             self.told[event.token.peer, process[0]] = event.token.iteration
         handle = None

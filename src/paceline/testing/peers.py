@@ -37,6 +37,7 @@ from paceline.core.events import (
     AckArrived,
     Event,
     GradientReady,
+    GradientRejected,
     HelloArrived,
     OfferArrived,
     ReplyArrived,
@@ -90,8 +91,10 @@ class PeerRun:
         self.view = View(0, ())
         self.veterans: set[Process] = set()
         self.judge = PeerJudge(policy, self.story, self.links)
+        self.faults = False
 
     def play(self, faults: bool) -> Story:
+        self.faults = faults
         self.judge.steady = not faults
         self.join(*range(self.peers))
         self.veterans = set(self.machines)
@@ -159,7 +162,9 @@ class PeerRun:
             case Compute(iteration, attempt):
                 if iteration < self.iterations and process[0] not in self.frozen:
                     duration = self.pace[process] * self.random.uniform(0.5, 1.5)
-                    ready = GradientReady(self.now + duration, iteration, attempt, (8,))
+                    ready: Event = GradientReady(self.now + duration, iteration, attempt, (8,))
+                    if self.faults and self.random.random() < 0.03:
+                        ready = GradientRejected(self.now + duration, iteration, attempt, (8,), "not finite")
                     self.later(duration, self.step, process, ready)
 
     # Members.

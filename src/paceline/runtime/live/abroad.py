@@ -18,6 +18,7 @@ from paceline.core.messages import Handle, Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import wire
 from paceline.runtime.live.far import FRAME, FarLink, KeyPair
+from paceline.runtime.live.pages import keep_freed
 from paceline.runtime.live.sealing import seal, unseal
 from paceline.runtime.live.segments import Segments
 from paceline.tensors import halves
@@ -47,7 +48,8 @@ class Cargo:
         self.folder = folder
         self.parameters = segments.parameters
         self.gradient = segments.gradient
-        layout = segments.layout
+        self.layout = layout = segments.layout
+        keep_freed(4 * layout.numel * layout.itemsize)
         self.dtype = halves.travelling(way, layout.torch_dtype)
         self.feedback: halves.ErrorFeedback | None = None
         if self.dtype != layout.torch_dtype:
@@ -76,10 +78,10 @@ class FarShard:
         """This is what the server has of the parameters, from now on."""
         self.part = part
         cargo = self.cargo
-        itemsize = cargo.dtype.itemsize
-        self.places = halves.cut(cargo.parameters, part, FRAME, itemsize)
+        ranges = halves.stretches(cargo.layout, part, FRAME, cargo.dtype.itemsize)
+        self.places = halves.cut(cargo.parameters, ranges)
         source = cargo.gradient if cargo.feedback is None else cargo.feedback.rounded
-        self.frames = halves.frames_of(halves.cut(source, part, FRAME, itemsize))
+        self.frames = halves.frames_of(halves.cut(source, ranges))
 
     def reopen(self) -> None:
         self.link.reopen()
@@ -122,6 +124,7 @@ class FarShard:
             if isinstance(message, Parameters):
                 if self.awaited == NOTHING or message.iteration < self.awaited:
                     return None
+                halves.check_frames(received[1], self.places, self.cargo.dtype)
                 halves.fill(self.places, received[1], self.cargo.dtype)
                 self.awaited = NOTHING
             elif not message.error:

@@ -79,6 +79,8 @@ class Admission:
             driver.keeper.check_layout(lead.layout)
         if driver.policy is None:
             driver.policy = policies.parse(lead.policy or DEFAULT_POLICY)
+        if driver.peers.active:
+            driver.peers.place()
         driver.policy.validate(driver.members)
         driver.epoch_s = time.monotonic()
         if driver.peers.active:
@@ -99,10 +101,11 @@ class Admission:
         driver = self.driver
         if self._fits(described):
             resumed = driver.keeper is not None and driver.keeper.keeping.resume
+            view = driver.authority.view()
+            doors = driver.peers.doors(view) if driver.peers.active else driver.servers.doors_now
             begin = wire.Begin(
-                driver.authority.view(), str(driver.policy), driver.epoch_s, driver.watchman.hyper,
-                driver.servers.assignment, driver.servers.doors_now, driver.reslicing.last, resumed,
-                driver.peers.before,
+                view, str(driver.policy), driver.epoch_s, driver.watchman.hyper, driver.servers.assignment, doors,
+                driver.reslicing.last, resumed, driver.peers.before, driver.peers.graph,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)
             driver.peers.tell_done((described.rank, described.incarnation))
@@ -110,13 +113,16 @@ class Admission:
     def _fits(self, described: wire.Describe) -> bool:
         driver = self.driver
         assert driver.lead is not None
-        if described.digest == driver.lead.digest:
+        if not driver.peers.has_place(described.rank):
+            reason = f"the graph has places for {driver.members.workers} peers, and all are taken"
+        elif described.digest == driver.lead.digest:
             return True
-        reason = (
-            f"the model of worker {described.rank} differs from worker 0's "
-            "(names, shapes, groups or dtype of the parameters, kind of optimizer, policy): "
-            "build the same on every worker"
-        )
+        else:
+            reason = (
+                f"the model of worker {described.rank} differs from worker 0's "
+                "(names, shapes, groups or dtype of the parameters, kind of optimizer, policy): "
+                "build the same on every worker"
+            )
         driver.remove(described.rank, described.incarnation)
         driver.tell_worker(described.rank, described.incarnation, wire.Refuse(reason))
         return False

@@ -28,19 +28,22 @@ from paceline.runtime.live import dispatch, doors, luggage, memory, slots, wire
 from paceline.runtime.live.abroad import key_path
 from paceline.runtime.live.bell import Bell
 from paceline.runtime.live.bell import path as bell_path
-from paceline.runtime.live.children import Child, StartWorker, start_server
+from paceline.runtime.live.children import Child, StartWorker, how, start_server
 from paceline.runtime.live.echo import Echo
 from paceline.runtime.live.enrolling import leave_keys
 from paceline.runtime.live.far import FarLink, KeyPair
 from paceline.runtime.live.joining import BEGUN
+from paceline.runtime.live.receiving import leading_to, on_host
 from paceline.runtime.live.recording import SUFFIX
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.steady import Frames, Steady
 
 TICK_S = 0.2
 REOPEN_S = 0.5
-DRIVER_DEAD_S = 8.0
+DRIVER_DEAD_S = 3.0
 """How long the agent goes on when the driver's host says that nobody listens there any more."""
+LOOK_S = 1.0
+"""How often it looks whether anybody listens there."""
 KEPT_LINES = 30
 
 
@@ -59,6 +62,8 @@ class Offer:
     ranks: tuple[int, ...] = ()
     patience_s: float = 60.0
     """How long it waits for a driver that is silent."""
+    advertise: str = ""
+    """The address of this host that others reach its servers by; "": what the driver says."""
 
 
 class Agent:
@@ -83,10 +88,12 @@ class Agent:
         self.link = FarLink(offer.address, b"host:" + offer.token.encode(), offer.keys, offer.server_key, hwm=0)
         self.echo = Echo(self.waiter, self._print)
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self.reopened_s = time.monotonic()
+        self.reopened_s = self.looked_s = time.monotonic()
         self.clock_offset = 0.0
         """The driver's clock less this host's."""
         self.over: dispatch.Over | None = None
+        self.failed = ""
+        """The end of what the last process that ended has printed, if it failed."""
         self.steady: Steady
         self.listener: Listener
 
@@ -101,13 +108,17 @@ class Agent:
                 self.say(f"the run is over: {self.over.reason}")
             return self.over.code
         finally:
-            self._end_all()
-            self.echo.close_all()
-            self.link.close()
-            with contextlib.suppress(AttributeError):
-                self.listener.close()
-            self.waiter.close()
-            self.folder.remove()
+            self.close()
+
+    def close(self) -> None:
+        """End all processes; nothing is left."""
+        self._end_all()
+        self.echo.close_all()
+        self.link.close()
+        with contextlib.suppress(AttributeError):
+            self.listener.close()
+        self.waiter.close()
+        self.folder.remove()
 
     # Arriving.
 
@@ -128,9 +139,10 @@ class Agent:
         now = time.monotonic()
         self.clock_offset = welcome.now - (welcome.at + now) / 2
         (folder / "trace").mkdir(exist_ok=True)
-        config = structs.replace(
-            msgspec.json.decode(welcome.config, type=wire.LiveConfig), output=str(folder / "trace")
-        )
+        config = msgspec.json.decode(welcome.config, type=wire.LiveConfig)
+        here = self.offer.advertise or leading_to(self.offer.address.removeprefix("tcp://").rpartition(":")[0])
+        abroad = on_host(config.abroad, here) if config.abroad is not None else None
+        config = structs.replace(config, output=str(folder / "trace"), abroad=abroad)
         (folder / "config").write_bytes(msgspec.json.encode(config))
         self.config = config
         if not (folder / doors.NONCE).exists():
@@ -160,9 +172,9 @@ class Agent:
         for descriptor in ready:
             if descriptor in self.echo.begun:
                 self.echo.hear(descriptor)
-        for descriptor in ready:
-            if descriptor in self.children:
-                self._child_ended(self.children.pop(descriptor))
+        for sentinel, child in list(self.children.items()):
+            if sentinel in ready or child.has_left():
+                self._child_ended(self.children.pop(sentinel))
         if not hasattr(self, "listener"):
             self.knock()
         self.steady.tick(dispatch.encode(dispatch.Ping()))
@@ -173,12 +185,16 @@ class Agent:
         if self.link.gone and time.monotonic() - self.reopened_s > REOPEN_S:
             self.reopened_s = time.monotonic()
             self.link.reopen()
-        if self.link.refused and silent > DRIVER_DEAD_S:
-            raise RunFailed(f"{self.offer.address} refuses this host: {self.link.refused}")
-        if silent > DRIVER_DEAD_S and not anybody_listens(self.offer.address):
-            raise RunFailed(f"the driver at {self.offer.address} is gone")
         if silent > self.offer.patience_s:
-            raise RunFailed(f"the driver at {self.offer.address} has been silent for {silent:.0f} s")
+            raise RunFailed(f"nothing was heard of {self.offer.address} for {silent:.0f} s: {self.link.refused}")
+        if silent < DRIVER_DEAD_S or time.monotonic() - self.looked_s < LOOK_S:
+            return
+        self.looked_s = time.monotonic()
+        welcomed, listens = hasattr(self, "listener"), anybody_listens(self.offer.address)
+        if welcomed and not listens:
+            raise RunFailed(f"the driver at {self.offer.address} is gone")
+        if not welcomed and listens and self.link.refused:
+            raise RunFailed(f"this host was not let in: {self.link.refused}")
 
     def _obey(self, message: dispatch.ToAgent, frames: list[memoryview]) -> None:
         match message:
@@ -206,8 +222,11 @@ class Agent:
                 self.say("the driver has given this host up, it was out of reach: starting anew")
                 self._end_all()
                 self._arrive()
+                for path in sorted((self.folder.path / "trace").glob(f"*{SUFFIX}")):
+                    self._send_trace(path)
             case dispatch.Over():
                 self.over = message
+                self.steady.mention(dispatch.encode(dispatch.Ping()))  # so that the driver knows
             case _:
                 assert_never(message)
 
@@ -242,15 +261,19 @@ class Agent:
         folder = self.folder.path
         for path in sorted((folder / "trace").glob(f"*-{child.rank}.{child.incarnation}{SUFFIX}")):
             if path.name.startswith((child.role, "peer" if child.role == "worker" else child.role)):
-                self._send_file(path, f"trace/{path.name}")
-                path.unlink()
+                self._send_trace(path)
         if child.role == "worker":
             memory.remove(folder, child.rank, child.incarnation)
             key_path(folder, child.rank, child.incarnation).unlink(missing_ok=True)
             if code:
                 slots.remove(folder, child.rank, child.incarnation)
-        last = "\n".join(self.last_lines) if code > 0 else ""
-        self.steady.say(dispatch.encode(dispatch.Ended(child.role, child.rank, child.incarnation, code, last)))
+        self.failed = "\n".join(self.last_lines) or f"{child} {how(code)}" if code > 0 else ""
+        ended = dispatch.Ended(child.role, child.rank, child.incarnation, code, self.failed)
+        self.steady.say(dispatch.encode(ended))
+
+    def _send_trace(self, path: Path) -> None:
+        self._send_file(path, f"trace/{path.name}")
+        path.unlink()
 
     def _end_all(self) -> None:
         for child in self.children.values():

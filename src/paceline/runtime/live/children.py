@@ -46,6 +46,10 @@ class Child:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
+    def has_left(self) -> bool:
+        """Whether it is done although its process is still there."""
+        return False
+
     def reap(self) -> int:
         code = self.wait()
         os.close(self.sentinel)

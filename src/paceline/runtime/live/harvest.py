@@ -24,28 +24,33 @@ def harvest(driver: Driver, output: Path) -> Run:
     assert lead.layout is not None
     members, folder = driver.members, driver.folder.path
     evaluated = ON_SERVERS
+    apart: list[float] = []
     if driver.peers.active:
         final = driver.peers.final()
         values = final.values
-        evaluated = f"the peers that logged them; the model is the average of {final.count} peers"
+        peers = f"{final.count} peer{'s' * (final.count != 1)}"
+        evaluated = f"the peers that logged them; the model is the average of {peers}"
+        apart = [final.distance]
     else:
         values = memory.attach(folder / memory.WHOLE, lead.layout).clone()
     parameters = lead.layout.named(values)
     average = folder / memory.AVERAGE
     slice_bytes = lead.layout.slice_bytes(max(1, members.servers))
     trace = gather(output, Header("live", str(driver.policy), members, driver.plan.seed, slice_bytes))
+    time_s = trace.records[-1].event.at if trace.records else 0.0
     return Run(
         policy=str(driver.policy),
         runtime="live",
         history=driver.history,
         trace=trace,
         parameters=parameters,
-        time_s=trace.records[-1].event.at if trace.records else 0.0,
+        time_s=time_s,
         target=driver.plan.target,
         time_to_target_s=driver.reached_s,
         others=others(folder, parameters, lead.aliases),
         average=lead.layout.named(memory.attach(average, lead.layout).clone()) if average.exists() else {},
         evaluated=evaluated,
+        consensus=[(time_s, distance) for distance in apart],
         failures=driver.failures,
         server_changes=driver.changes,
     )

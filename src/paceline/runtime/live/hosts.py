@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LOST_S = 2.5
 LAST_WORDS_S = 10.0
 """How long the driver waits at the end for what the processes of other hosts have left."""
+GOODBYE_S = 2.0
+"""How long it waits until agents have heard that the run is over."""
 JOIN = b"join"
 """Who speaks with the run's own key: somebody who wants to be known by one of his own."""
 MAY_BRING = re.compile(
@@ -87,6 +89,8 @@ class Host:
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
+    last_code: int = 0
+    """With which the last of them that ended has."""
 
     def say(self, message: dispatch.ToAgent, frames: tuple[bytes, ...] = ()) -> None:
         self.steady.say(dispatch.encode(message), frames)
@@ -108,7 +112,7 @@ class Hosts:
         self.stays: dict[bytes, str] = {}
         """The conversation each name is in, or was in last."""
         self.home: dict[int, Host] = {}
-        """Where each worker belongs."""
+        """Where each worker belongs, also while its host is gone."""
         self.lost: dict[bytes, float] = {}
         """Hosts with workers that were given up, and when."""
         self.number = 0
@@ -164,16 +168,29 @@ class Hosts:
             return
         config = (driver.folder.path / "config").read_bytes()
         host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
+        before = [rank for rank, home in self.home.items() if home.name == name]
         for place in range(arrive.workers):
-            rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank()
+            rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
+            self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
 
-    def _free_rank(self) -> int:
-        taken = {child.rank for child in self.driver.live_workers()} | set(self.home)
-        return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+    def _replace(self, rank: int) -> None:
+        """Another agent is for this worker now: the one it had, of another name, is not counted on any more."""
+        before = self.home.get(rank)
+        if before is not None:
+            if self.hosts.get(before.name) is before:
+                self._give_up(before, "has been replaced")
+            self.lost.pop(before.name, None)
+
+    def _free_rank(self, before: list[int]) -> int:
+        """A rank that nobody has: one that this host had before, if it can be, or one of a host that is gone."""
+        taken = {child.rank for child in self.driver.live_workers()}
+        taken.update(rank for rank, home in self.home.items() if self.hosts.get(home.name) is home)
+        free: int = next(rank for rank in (*before, *range(len(taken) + 1)) if rank not in taken)
+        return free
 
     def _take(self, host: Host, message: dispatch.FromAgent, frames: list[memoryview]) -> None:
         driver = self.driver
@@ -194,6 +211,7 @@ class Hosts:
                 child = host.children.pop((message.role, message.rank, message.incarnation), None)
                 if child is not None:
                     child.code, child.last_words = message.code, message.last_words
+                    host.last_code = message.code
                     if message.last_words:
                         driver.say(message.last_words)
                     driver.children.pop(child.sentinel, None)
@@ -340,4 +358,8 @@ class Hosts:
         code = 0 if self.driver.done() and not self.driver.failures else 1
         for host in self.hosts.values():
             host.say(dispatch.Over("it has ended" if not code else "it has failed", code))
+        until = time.monotonic() + GOODBYE_S
+        while any(host.steady.unheard for host in self.hosts.values()) and time.monotonic() < until:
+            self.driver.waiter.wait(0.02)
+            self.hear()
         self.listener.close()

@@ -63,7 +63,9 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     return begin.hyper
 
 
-def introduce(worker: LiveWorker | LivePeer, model: Described, policy: Policy | None) -> wire.Begin:
+def introduce(
+    worker: LiveWorker | LivePeer, model: Described, policy: Policy | None, door: wire.Door | None = None
+) -> wire.Begin:
     """Describe the model; return when the run begins, or goes on, with this worker."""
     lead = worker.rank == 0 and not (worker.folder / BEGUN).exists()
     if lead:
@@ -76,6 +78,7 @@ def introduce(worker: LiveWorker | LivePeer, model: Described, policy: Policy | 
         model.optimizer if lead else None,
         str(policy) if policy is not None else None,
         model.aliases,
+        door,
     )
     worker.driver.send(wire.encode(described))
     begin = await_begin(worker)

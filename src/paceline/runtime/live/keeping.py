@@ -6,6 +6,7 @@ disk) is a loud line and nothing else: training goes on, and the last good check
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -30,10 +31,13 @@ class Keeping:
     resume: bool = False
     durable: Durable | None = None
     """Servers log what they do, so that nothing acknowledged is lost with one."""
+    against_loss: bool = False
+    """Nobody asked for checkpoints, but hosts may be lost: one at the beginning too, none if there are no servers."""
 
     def check(self, policy: Policy) -> None:
         """Refuse what this policy cannot do."""
-        if isinstance(policy, PeerPolicy) and (self.every_updates is not None or self.every_s is not None):
+        asked = not self.against_loss and (self.every_updates is not None or self.every_s is not None)
+        if isinstance(policy, PeerPolicy) and asked:
             raise ConfigError(
                 f"{policy} has no servers that could write checkpoints on the way, only one at the end: "
                 "leave out --checkpoint-updates and --checkpoint-s"
@@ -60,7 +64,7 @@ class Keeper:
         """Of each sampler: the oldest epoch that was not finished when the checkpoint was ordered."""
         self.resumed_epochs: dict[int, int] = {}
         """The same of the checkpoint this run began with."""
-        self.ordered_s = time.monotonic()
+        self.ordered_s = -math.inf if keeping.against_loss else time.monotonic()
         if keeping.resume:
             self.last, manifest = checkpoint.latest(keeping.checkpoints)
             self.number = manifest.number

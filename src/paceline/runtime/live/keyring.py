@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from paceline.errors import ConfigError
-from paceline.runtime.live.far import KeyPair, is_key, public_of
+from paceline.runtime.live.zeromq import KeyPair, is_key, public_of
 
 LARGEST = 4096
 """Bytes of a key file. It has some 250."""

@@ -175,6 +175,7 @@ class Driver:
         if self.hosts is not None:
             self.hosts.hear()
             self.hosts.tick()
+            self.plan.tick()
         # What is printed first: a process that ends may have another started, whose sentinel takes a free number.
         for descriptor in ready:
             if descriptor in self.echo.begun:
@@ -206,6 +207,8 @@ class Driver:
     def _ready_keeper(self) -> Keeper | None:
         """Who keeps checkpoints, if one can be made now: an order to a server that is being restarted would be lost."""
         ready = self.servers.all_configured and not self.reslicing.under_way
+        if self.peers.active:
+            return None  # they keep one at the end
         return self.keeper if self.begun and not self.asked_to_finish and ready else None
 
     def live_workers(self) -> list[Child]:

@@ -36,3 +36,7 @@ class Segment:
         """Write the parameters there."""
         for mine, theirs in zip(self.ranges, values.split([len(each) for each in self.ranges]), strict=True):
             mine.copy_(theirs)
+
+    def keep(self) -> list[Tensor]:
+        """The gradient, for later: its worker goes on, and the memory is the worker's again."""
+        return [piece.clone() for piece in self.gradient]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline import policies
 from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
-from paceline.core.events import Event, GradientReady, ViewChanged
+from paceline.core.events import Event, GradientReady, GradientRejected, ViewChanged
 from paceline.core.gossip import NOBODY, Gossip
 from paceline.core.messages import Ack, Hello, Node, Offer, Reply, Token, Update, View
 from paceline.core.peer import Peer
@@ -75,8 +75,6 @@ class LivePeer:
         self.view = View(0, ())
         self.ordered: Compute | None = None
         self.holds_parameters = False
-        self.refused = False
-        """There is no gradient, or none that can be used: its step is left out, and all else is done."""
         self.changed = False
         """The parameters are not those that it left last."""
         self.dropped = [False]
@@ -100,6 +98,8 @@ class LivePeer:
         # What `begin` adds.
         self.model: Described
         self.layout: Layout
+        self.nbytes: int
+        """Of all its parameters."""
         self.values: Values
         self.changes: list[int]
         """How often each tensor had been written to when the last step was done."""
@@ -125,22 +125,26 @@ class LivePeer:
         refuse(model, overlap)
         self.model = model
         self.layout = model.layout
+        self.nbytes = model.layout.numel * model.layout.itemsize
         me = (self.rank, self.incarnation)
-        self.neighbours = Neighbours(self.folder, me, model.layout, self.config.members.workers, self.waiter)
+        self.neighbours = Neighbours(self.folder, me, model.layout, self.config, self.waiter)
         self.values = Values(model.tensors, self.neighbours.shelf)
-        begin = joining.introduce(self, model, policy)
+        begin = joining.introduce(self, model, policy, self.neighbours.door)
         self.epoch_s, self.before = begin.epoch_s, begin.iteration
         if begin.view.number == 1:
             self._take_first_parameters()
         self.values.load()
-        machine = policies.parse(begin.policy).machine("peer", self.rank, self.config.members, self.config.seed)
+        chosen = policies.parse(begin.policy)
+        assert isinstance(chosen, PeerPolicy)
+        assert begin.graph is not None
+        machine = chosen.peer(self.rank, begin.graph, self.config.seed)
         assert isinstance(machine, Peer | Gossip)
         self.machine = machine
         node = Node("peer", self.rank)
         self.trace = TraceFile(Path(self.config.output), node, self.incarnation)
         self.seat = Seat(node, self.incarnation, machine, self, self.trace.write)
         self.hyper = begin.hyper if begin.hyper is not None else model.optimizer.groups
-        self.see(begin.view)
+        self.see(begin.view, begin.doors)
         self.await_order()
         self.changes = [tensor._version for tensor in model.tensors]
         self.tell_status()
@@ -182,18 +186,21 @@ class LivePeer:
         self.changed = False
 
     def stay(self) -> None:
-        """Hear the neighbours until nobody needs this peer. An offer that is out is answered before it is done."""
+        """Hear the neighbours until nobody needs this peer. An offer that is out is answered before it is done, and
+        those on other hosts have all it said: who hears that it is done waits for nothing more."""
         self.staying = True
         said = False
         while self.staying and not self.driver.gone:
             machine = self.machine
             offers = isinstance(machine, Gossip) and machine.offered != NOBODY
-            if not said and (not offers or (self.stopping and self.gives_up())):
+            due = not offers and self.neighbours.all_heard
+            if not said and (due or (self.stopping and self.gives_up())):
                 said = True
                 self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation, stays=True)))
             self.hear(IDLE_S)
         if self.changed:
             self.leave_parameters()
+            self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
 
     # One step.
 
@@ -201,14 +208,14 @@ class LivePeer:
         """Hand a gradient in; return when the model holds the parameters of the next iteration."""
         self.check_whole(gradients)
         finite = all(is_finite(gradient) for gradient in gradients if gradient is not None)
-        if not finite:
-            rejected = wire.Rejected(self.rank, self.iteration, "the gradient is not finite")
-            self.driver.send(wire.encode(rejected))
-        self.hand_in(not finite, hyper)
+        refusal = "" if finite else "the gradient is not finite"
+        if refusal:
+            self.driver.send(wire.encode(wire.Rejected(self.rank, self.iteration, refusal)))
+        self.hand_in(refusal, hyper)
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """An iteration without a gradient: parameters are exchanged all the same."""
-        self.hand_in(True, hyper)
+        self.hand_in("the peer skipped this step", hyper)
 
     def check_whole(self, gradients: Sequence[Tensor | None]) -> None:
         """Refuse what would go wrong in silence: this is not the process or not the model that was described."""
@@ -223,20 +230,20 @@ class LivePeer:
                     "time; load or change them before paceline.Optimizer is made"
                 )
 
-    def hand_in(self, refused: bool, hyper: tuple[Hyper, ...]) -> None:
+    def hand_in(self, refusal: str, hyper: tuple[Hyper, ...]) -> None:
+        """A computation is done. With a `refusal` its step is left out, and all else is done."""
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
-        self.refused = refused
         self.dropped[0] = True
         self.hyper = hyper
         self.hear(0.0)
-        nbytes = (self.layout.numel * self.layout.itemsize,)
-        self.tell(GradientReady(self.now(), ordered.iteration, ordered.attempt, nbytes))
+        done = (self.now(), ordered.iteration, ordered.attempt, (self.nbytes,))
+        self.tell(GradientRejected(*done, refusal) if refusal else GradientReady(*done))
         self.await_order()
         self.changes = [tensor._version for tensor in self.model.tensors]
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
-        self.hands.settle(counted=self.refused or not self.dropped[0])
+        self.hands.settle(counted=bool(refusal) or not self.dropped[0])
         if time.monotonic() - self.told_status_s > STATUS_S:
             self.tell_status()
         if self.stopping:
@@ -277,10 +284,11 @@ class LivePeer:
 
     def hear(self, timeout_s: float) -> None:
         """Take what neighbours and the driver have said, neighbours first."""
-        self.waiter.wait(0.0 if self.neighbours.heard_some else timeout_s)
+        ready = self.waiter.wait(0.0 if self.neighbours.heard_some or self.driver.heard_some else timeout_s)
         orders = []
-        while (message := self.driver.receive()) is not None:
-            orders.append(wire.decode_to_worker(message))
+        if self.driver in ready or self.driver.heard_some:
+            while (message := self.driver.receive()) is not None:
+                orders.append(wire.decode_to_worker(message))
         if any(isinstance(order, wire.NewView | wire.Done) for order in orders):
             self.neighbours.hear_all()
         for said in self.neighbours.read():
@@ -294,8 +302,8 @@ class LivePeer:
 
     def obey(self, message: wire.ToWorker) -> None:
         match message:
-            case wire.NewView(view):
-                self.see(view)
+            case wire.NewView(view, doors):
+                self.see(view, doors)
             case wire.Done(processes):
                 self.done.update(processes)
             case wire.Stop():
@@ -306,8 +314,8 @@ class LivePeer:
             case wire.Refuse(reason):
                 raise PacelineError(reason)
 
-    def see(self, view: View) -> None:
-        """Take a newer view."""
+    def see(self, view: View, doors: Sequence[wire.Door]) -> None:
+        """Take a newer view, and where its members are."""
         if view.number <= self.view.number:
             return
         self.view = view
@@ -317,7 +325,7 @@ class LivePeer:
                 self.staying = False
                 return
             raise PacelineError(f"peer {self.rank} was given up: it is no member of view {view.number} any more")
-        self.neighbours.change(members)
+        self.neighbours.change(members, doors)
         self.tell(ViewChanged(self.now(), view))
         self.neighbours.mail.keep_only(members)
 
@@ -347,9 +355,8 @@ class LivePeer:
 
     def apply(self, action: Apply) -> None:
         self.changed = True
-        if not self.refused:
-            self.values.step(self.step)
-            self.dropped[0] = False
+        self.values.step(self.step)
+        self.dropped[0] = False
 
     def drop(self, action: Drop) -> None:
         if action.handle.source != self.rank:
@@ -371,7 +378,7 @@ class LivePeer:
 
     def pass_slow_link(self) -> None:
         """A scenario's slow connection takes its time."""
-        self.hindrance.pass_link(self.layout.numel * self.layout.itemsize)
+        self.hindrance.pass_link(self.nbytes)
 
     def log(self, values: dict[str, float]) -> None:
         iteration, updates = (self.iteration, self.machine.version) if hasattr(self, "machine") else (0, 0)

@@ -3,7 +3,8 @@
 A peer that has done its iterations stays a member until all are done, and its process stays too: as in virtual time
 others still average what it has sent, and it answers them. Then a last view, without anybody, lets all go. If the
 script gives peers unequal numbers of iterations, one may come to wait for what a peer that is done never sends; it says
-so, and that peer leaves then. Whoever crashes leaves at once.
+so, and that peer leaves then. Slower ones may not have averaged all it had sent; that is lost to them, as when somebody
+crashes: who waits would have to wait for all of them otherwise. Whoever crashes leaves at once.
 
 A peer that ends well leaves its parameters in the run's folder; the model of the run is the average of those. A
 checkpoint is that average too, and what the optimizers had learned, in the mean: a run that goes on from one starts
@@ -17,16 +18,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline import serverless
 from paceline.core.messages import Members, View
 from paceline.core.policy import PeerPolicy
+from paceline.core.topology import Topology
 from paceline.errors import RunFailed
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.servers import Servers
@@ -51,6 +55,8 @@ class Final(Struct):
     learned: State
     iteration: int
     count: int
+    distance: float
+    """How far the peers were from it, in the mean."""
 
 
 class Peers:
@@ -60,6 +66,8 @@ class Peers:
         """Members that have parameters."""
         self.done: set[Process] = set()
         """Members that have done their iterations."""
+        self.graph: Topology | None = None
+        """As it was when the run began: a file may be written anew."""
         self.before = 0
         """Iterations of the run that this one goes on from."""
         self.bereft_s: float | None = None
@@ -72,7 +80,13 @@ class Peers:
 
     def prepare(self) -> None:
         """The policy is known, and has no servers: what was started for one that has is let go."""
-        driver = self.driver
+        driver, plan, policy = self.driver, self.driver.plan, self.driver.policy
+        assert isinstance(policy, PeerPolicy)
+        serverless.refuse_servers(policy, plan.servers_asked, plan.slicing)
+        serverless.check_live_scenario(policy, plan.cluster, driver.members)
+        self.graph = policy.topology(driver.members.workers)
+        if warning := serverless.warning_of(policy, driver.members.workers):
+            driver.say(f"warning: {warning}")
         for child in [child for child in driver.children.values() if child.role == "server"]:
             del driver.children[child.sentinel]
             driver.waiter.forget(child.sentinel)
@@ -81,9 +95,9 @@ class Peers:
         driver.members = Members(driver.members.workers, 0)
         driver.servers = Servers(driver, 0)
         keeper = driver.keeper
-        if keeper is None or driver.policy is None:
+        if keeper is None:
             return
-        keeper.keeping.check(driver.policy)
+        keeper.keeping.check(policy)
         if keeper.keeping.resume and keeper.last is not None:
             self._resume(keeper.last)
 
@@ -100,9 +114,37 @@ class Peers:
             self.holding.update(view.members)
         self.holding.intersection_update(view.members)
         for rank, incarnation in {*view.members, *self.done}:
-            self.driver.tell_worker(rank, incarnation, wire.NewView(view))
+            self.driver.tell_worker(rank, incarnation, wire.NewView(view, self.doors(view)))
         self.done.intersection_update(view.members)
         self._consider_ending()
+
+    def doors(self, view: View) -> tuple[wire.Door, ...]:
+        """Where each member is, if the run crosses hosts. Whose key is whose the driver knows by itself."""
+        driver = self.driver
+        if driver.plan.abroad is None:
+            return ()
+        found = []
+        for process in view.members:
+            door = driver.admission.described[process].door
+            assert door is not None
+            found.append(structs.replace(door, key=driver.enrolling.known.get(process, "")))
+        return tuple(found)
+
+    def place(self) -> None:
+        """Lay the graph out by hosts, if it is to be: ranks that follow one another on one host are together."""
+        driver = self.driver
+        policy, hosts = driver.policy, driver.hosts
+        assert isinstance(policy, PeerPolicy)
+        where = hosts.home if hosts is not None else {}
+        homes = [where[rank].name if rank in where else b"" for rank in range(driver.members.workers)]
+        placed = policy.placed(tuple(len(list(together)) for _, together in groupby(homes)))
+        if placed != policy:
+            driver.policy = placed
+            driver.say(f"the graph is laid out by host: {placed}")
+
+    def has_place(self, rank: int) -> bool:
+        """Whether the graph has a place for this peer: nobody can be added to it."""
+        return not self.active or rank < self.driver.members.workers
 
     def at_work(self, view: View) -> View:
         """The view without those who are done: samples they hold are for others."""
@@ -112,7 +154,8 @@ class Peers:
         """A peer has done its iterations, and stays."""
         driver, process = self.driver, (leave.rank, leave.incarnation)
         if driver.authority.members.get(leave.rank) != leave.incarnation:
-            driver.tell_worker(*process, wire.NewView(driver.authority.view()))
+            view = driver.authority.view()
+            driver.tell_worker(*process, wire.NewView(view, self.doors(view)))
             return
         self.done.add(process)
         driver.decks.announce(self.at_work(driver.authority.remove()))
@@ -216,4 +259,5 @@ def average(left: list[Mapping[str, Tensor]], layout: Layout) -> Final:
         counts = name.removeprefix(LEARNED) in (*SCALARS, THERE)
         learned[name.removeprefix(LEARNED)] = have.amax(0) if counts else have.mean(0)
     iteration = max(int(each[ITERATION].item()) for each in left)
-    return Final(values, learned, iteration, len(left))
+    apart = sum(float(torch.linalg.vector_norm(each[VALUES] - values)) for each in left) / len(left)
+    return Final(values, learned, iteration, len(left), apart)

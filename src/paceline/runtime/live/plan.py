@@ -34,5 +34,9 @@ class LivePlan:
     """Where agents of other hosts meet the driver, who then runs the workers; without one they all run here."""
     opened: Callable[[Hosts], None] = lambda hosts: None
     """Called when agents may come."""
+    tick: Callable[[], None] = lambda: None
+    """Called now and then: what places the processes may have something to say."""
     abroad: Abroad | None = None
     """How it crosses hosts, if it may."""
+    servers_asked: int | None = None
+    """How many servers somebody has asked for: too many, if the script's policy has none."""

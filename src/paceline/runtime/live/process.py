@@ -27,9 +27,9 @@ class Stopped(SystemExit):
         super().__init__(0)
 
 
-def die_with(driver: int) -> None:
-    """Have the kernel kill this process when its parent, the driver, is gone."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(driver: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel kill this process, or send it this signal, when its parent, the driver, is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != driver:
         os._exit(1)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
@@ -30,9 +31,11 @@ from paceline.runtime.live import wire
 from paceline.runtime.live.far import FRAME, FarListener, KeyPair, make_keys
 from paceline.runtime.live.holding import Holding
 from paceline.runtime.live.mapped import Segment
+from paceline.runtime.live.pages import keep_freed
 from paceline.runtime.live.sealing import seal, unseal
 from paceline.tensors import halves
-from paceline.tensors.layout import Layout
+from paceline.tensors.assignment import Ranges
+from paceline.tensors.layout import Layout, Piece
 
 if TYPE_CHECKING:
     from paceline.runtime.live.server import LiveServer
@@ -51,20 +54,55 @@ class Refused(Exception):
 class FarSegment(Segment):
     """Memory of this server's own, in place of the segment of a worker on another host.
 
-    As floats travel as they are, gradients and parameters are in one vector. As halves travel, parameters are rounded
-    by writing them into a vector of halves, and gradients are widened into another.
+    As floats travel as they are, a gradient stays in the frames it came in, and what leaves is the parameters' vector.
+    (Only if frames end within the optimizer's pieces, these being whole large tensors, gradients are joined in the same
+    vector.) As halves travel, parameters are rounded by writing them into a vector of halves, and gradients are widened
+    into another.
     """
 
     def __init__(self, holding: Holding, way: str) -> None:
         layout, part = holding.layout, holding.part
         self.dtype = halves.travelling(way, layout.torch_dtype)
-        gradient = anonymous(layout, layout.torch_dtype)
         same = self.dtype == layout.torch_dtype
-        leaving = gradient if same else anonymous(layout, self.dtype)
-        super().__init__(leaving, None if same else gradient, part, holding.optimizer)
-        itemsize = self.dtype.itemsize
-        self.places = halves.cut(gradient, part, FRAME, itemsize)
-        self.frames = halves.frames_of(halves.cut(leaving, part, FRAME, itemsize))
+        leaving = anonymous(layout, self.dtype)
+        arriving = leaving if same else anonymous(layout, layout.torch_dtype)
+        super().__init__(leaving, None if same else arriving, part, holding.optimizer)
+        ranges = halves.stretches(layout, part, FRAME, self.dtype.itemsize)
+        self.places = halves.cut(arriving, ranges)
+        self.frames = halves.frames_of(halves.cut(leaving, ranges))
+        self.within = find(holding.optimizer.pieces, ranges) if same else None
+        """Of each piece: the frame it comes in, and where in it."""
+        self.let_frames_go()
+
+    def take(self, frames: Sequence[memoryview]) -> None:
+        """Have `gradient` be what came in these frames."""
+        if self.within is None:
+            halves.fill(self.places, frames, self.dtype)
+        else:
+            vectors = [torch.frombuffer(frame, dtype=self.dtype) for frame in frames]
+            self.gradient = [vectors[frame][start:stop] for frame, start, stop in self.within]
+            self.arrived = list(frames)
+
+    def keep(self) -> list[Tensor]:
+        return super().keep() if self.within is None else self.gradient
+
+    def let_frames_go(self) -> None:
+        """The worker is answered: its gradient is used, dropped, or kept by somebody else."""
+        if self.within is not None:
+            self.gradient, self.arrived = [], []
+
+
+def find(pieces: Sequence[Piece], ranges: Ranges) -> list[tuple[int, int, int]] | None:
+    """In which range each piece lies, and from where to where; None if one does not lie in one."""
+    within, frame = [], 0
+    for piece in pieces:
+        while ranges[frame][1] <= piece.start:
+            frame += 1
+        start, stop = ranges[frame]
+        if piece.start + piece.length > stop:
+            return None
+        within.append((frame, piece.start - start, piece.start - start + piece.length))
+    return within
 
 
 def anonymous(layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -135,7 +173,8 @@ class Receiving:
                 self.pull(sender, part)
             elif part.handle.iteration > self.newest.get(sender, -1):
                 self.newest[sender] = part.handle.iteration
-                halves.fill(places, frames, segment.dtype)
+                if places:
+                    segment.take(frames)
                 self.server.take_push(part, request)
 
     def pull(self, sender: Process, pull: Pull) -> None:
@@ -151,7 +190,9 @@ class Receiving:
         """Send the parameters that are in the worker's segment."""
         sender = (parameters.worker, parameters.incarnation)
         self.answers[sender] = parameters
-        self.send(b"%d:%d" % sender, wire.encode(parameters), self.own(sender).frames)
+        segment = self.own(sender)
+        segment.let_frames_go()
+        self.send(b"%d:%d" % sender, wire.encode(parameters), segment.frames)
 
     def hand_over(self, name: bytes, request: wire.Fetch) -> None:
         """The optimizer's state, as frames."""
@@ -181,7 +222,11 @@ class Receiving:
 
     def segment(self, sender: Process) -> FarSegment | None:
         """New memory for this worker, if it is on another host."""
-        return FarSegment(self.server.holding, self.abroad.wire) if sender in self.senders else None
+        if sender not in self.senders:
+            return None
+        layout = self.server.holding.layout
+        keep_freed(4 * layout.numel * layout.itemsize)
+        return FarSegment(self.server.holding, self.abroad.wire)
 
     def forget(self, senders: set[Process]) -> None:
         """These are no members any more."""
@@ -215,14 +260,23 @@ def listen(file: Path, abroad: wire.Abroad, keys: KeyPair | None) -> FarListener
 
 def routable(host: str) -> str:
     """The address to tell others, of a listener on all interfaces: that of the one that leads outside."""
-    if host != EVERYWHERE:
-        return host
+    return host if host != EVERYWHERE else leading_to("192.0.2.1")
+
+
+def leading_to(address: str) -> str:
+    """The address of this host on the interface that leads there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel says which interface it would leave by
+            probe.connect((address, 9))  # nothing is sent: the kernel says which interface it would leave by
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
+
+
+def on_host(abroad: wire.Abroad, advertise: str) -> wire.Abroad:
+    """The same on another host, which others reach by this address."""
+    host = EVERYWHERE if abroad.host == EVERYWHERE else advertise
+    return structs.replace(abroad, host=host, advertise=advertise)
 
 
 def process_of(name: bytes) -> Process:

@@ -354,7 +354,7 @@ class LiveServer(ServerCarrier):
         """A policy lets a worker go on whose gradient waits for its iteration's mean: keep a copy of it."""
         for handle in self.machine.held_handles():
             if (handle.source, handle.incarnation) == (worker, incarnation) and handle not in self.kept:
-                self.kept[handle] = ([piece.clone() for piece in segment.gradient], segment.absent)
+                self.kept[handle] = (segment.keep(), segment.absent)
 
     def answer(self, action: Answer) -> None:
         parameters = action.parameters

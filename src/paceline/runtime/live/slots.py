@@ -2,7 +2,8 @@
 
 A peer's parameters lie in one of its slots. To send them it tells neighbours the number of the slot; all read the same
 memory, at the moment they average, and nothing is copied on either side. From then on the slot is lent and must not
-be written to: the average of an iteration goes into another one, and the model's tensors are views of that one then.
+be written to: the average of an iteration goes into another one, and the model's tensors are views of that one then,
+unless all who were sent the parameters have read them by now.
 A slot is a file of its own in the run's folder: the vector, and behind it a word for each reader. Whoever has used the
 parameters, or will not, writes their serial number into its word; who is no member any more reads nothing. So a slot is
 free again without a message, and nobody ever waits for one: if all are in use there is one more. With tokens a reader
@@ -38,6 +39,11 @@ def peer_path(folder: Path, rank: int, incarnation: int) -> Path:
     return folder / f"peer-{rank}.{incarnation}"
 
 
+def home_path(folder: Path, rank: int, incarnation: int) -> Path:
+    """A link to the folder of a peer that another launcher brought to this host, left by it for its neighbours."""
+    return folder / f"home-{rank}.{incarnation}"
+
+
 def slot_path(folder: Path, sender: Process, number: int) -> Path:
     return folder / f"slot-{sender[0]}.{sender[1]}-{number}"
 
@@ -54,6 +60,7 @@ class Slot:
 
     def __init__(self, buffer: mmap.mmap, layout: Layout, readers: int) -> None:
         self.values = torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)
+        self.views = layout.views(self.values)
         self.parts = self.values.split(PART)
         begin = words_offset(layout)
         self.words = memoryview(buffer)[begin : begin + WORD_BYTES * readers].cast("q")
@@ -99,6 +106,10 @@ class Shelf:
         """This member may read what is in the slot."""
         self.lent[number][1].append((rank, self.members[rank]))
 
+    def give_back(self, number: int, rank: int, serial: int) -> None:
+        """Write the word of a reader on another host."""
+        self.slots[number].words[rank] = serial
+
     def is_free(self, number: int) -> bool:
         serial, readers = self.lent[number]
         words = self.slots[number].words
@@ -123,7 +134,7 @@ class Mail:
         slot = self.known.get(key)
         if slot is None:
             try:
-                descriptor = os.open(slot_path(self.folder, *key), os.O_RDWR)
+                descriptor = os.open(slot_path(self._home(key[0]), *key), os.O_RDWR)
             except FileNotFoundError:
                 return False
             try:
@@ -133,6 +144,11 @@ class Mail:
             slot = self.known[key] = Slot(buffer, self.layout, self.readers)
         self.held[handle] = slot
         return True
+
+    def _home(self, sender: Process) -> Path:
+        """The folder of a neighbour on this host."""
+        elsewhere = home_path(self.folder, *sender)
+        return elsewhere if elsewhere.exists() else self.folder
 
     def let_go(self, handle: Handle) -> None:
         """This peer is done with them; their sender may write over them."""
@@ -154,11 +170,15 @@ class Values:
         self.current = True
         """The slot holds what the model does."""
         self.number = shelf.find_free(None)
-        self.views = shelf.layout.views(self.slot.values)
 
     @property
     def slot(self) -> Slot:
         return self.shelf.slots[self.number]
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The model's tensors in the slot."""
+        return self.slot.views
 
     def load(self) -> None:
         """Have the model hold what is in the slot, and on the CPU be the slot."""
@@ -176,7 +196,7 @@ class Values:
         """The parameters as they are now."""
         if not self.current:
             if not self.shelf.is_free(self.number):
-                self._move(self.shelf.find_free(self.number))
+                self.number = self.shelf.find_free(self.number)
             flatten(self.tensors, self.views)
             self.current = True
         return self.slot.values
@@ -193,7 +213,7 @@ class Values:
         """Leave a slot that others may read: the parameters go on in another one."""
         if not self.shelf.is_free(self.number):
             before = self.slot
-            self._move(self.shelf.find_free(self.number))
+            self.number = self.shelf.find_free(self.number)
             self.slot.values.copy_(before.values)
             if self.in_place:
                 self.load()
@@ -216,7 +236,8 @@ class Values:
         if not steps:
             return
         source = self.slot.parts
-        self._move(self.shelf.find_free(self.number))
+        if not self.shelf.is_free(self.number):  # all may have read it by now: then it is averaged where it lies
+            self.number = self.shelf.find_free(self.number)
         for index, part in enumerate(self.slot.parts):
             mixed = source[index]
             for parts, share in steps:
@@ -226,7 +247,3 @@ class Values:
                     torch.lerp(mixed, parts[index], share, out=part)
                 mixed = part
         self.load()
-
-    def _move(self, number: int) -> None:
-        self.number = number
-        self.views = self.shelf.layout.views(self.slot.values)

@@ -156,6 +156,11 @@ class Link:
         """Nobody is at the other end: `reopen` when somebody is again. What is sent until then is lost."""
         return self.stream is None
 
+    @property
+    def heard_some(self) -> bool:
+        """Something was heard that was not received yet."""
+        return self.stream is not None and bool(self.stream.inbox)
+
     def reopen(self) -> None:
         """Connect, if somebody listens."""
         self.close()

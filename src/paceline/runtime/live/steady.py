@@ -65,13 +65,17 @@ class Steady:
         self.heard += 1
         return True
 
+    def say_again(self) -> None:
+        """Say all that is not heard once more."""
+        self.moved_s = time.monotonic()
+        for number, body, frames in self.unheard:
+            self._send(number, body, frames)
+
     def tick(self, ping: bytes) -> None:
         """Say what is not heard again when that is due, and something at least twice a second."""
         now = time.monotonic()
         if self.unheard and now - self.moved_s > AGAIN_S:
-            self.moved_s = now
-            for number, body, frames in self.unheard:
-                self._send(number, body, frames)
+            self.say_again()
         elif now - self.said_s >= PING_S:
             self.mention(ping)
 

@@ -68,10 +68,10 @@ class Talk:
         """A link to this server."""
         worker = self.worker
         process = (worker.rank, worker.incarnation)
-        near = doors.knock(worker.folder, process, shard, door)
+        abroad = worker.config.abroad
+        near = doors.knock(worker.folder, process, shard, door) if abroad is None or abroad.near else None
         if near is not None:
             return near
-        abroad = worker.config.abroad
         if abroad is None or not door.address:
             raise PacelineError(f"server {shard} is on another host, and listens to its own only")
         if self.cargo is None:

@@ -31,6 +31,8 @@ class Care:
     """Kill a worker that is not waiting for anybody and has not pushed for so long."""
     timeout_s: float | None = None
     """Give the whole run up after so long."""
+    grace_s: float | None = None
+    """How long an interrupted run may take to end well."""
 
 
 class Watchman:
@@ -47,6 +49,7 @@ class Watchman:
         """When each worker's push was last seen."""
         self.started = time.monotonic()
         self.told_missing = False
+        self.interrupted_s: float | None = None
 
     def tick(self) -> None:
         self.check_time()
@@ -95,7 +98,8 @@ class Watchman:
             stuck = time.monotonic() - self.moved_s.get(child.rank, time.monotonic())
             if stuck > limit:
                 pushed = self.status[child.rank].pushed if child.rank in self.status else 0
-                self.driver.say(f"{child} has not pushed for {stuck:.1f} s (it is at iteration {pushed}): given up")
+                deed = "stepped" if self.driver.peers.active else "pushed"
+                self.driver.say(f"{child} has not {deed} for {stuck:.1f} s (it is at iteration {pushed}): given up")
                 del self.moved_s[child.rank]
                 child.kill()
 
@@ -104,6 +108,10 @@ class Watchman:
         limit = self.care.timeout_s
         if limit is not None and waited > limit:
             raise RunFailed(f"the run did not end within {limit:g} s")
+        if self.driver.interrupts and self.care.grace_s is not None:
+            self.interrupted_s = self.interrupted_s or time.monotonic()
+            if time.monotonic() - self.interrupted_s > self.care.grace_s:
+                raise RunFailed(f"the run was interrupted, and did not end within {self.care.grace_s:g} s")
         there, wanted = self.driver.servers.there, self.driver.servers.count
         if not self.driver.begun and len(there) < wanted and waited > SERVERS_READY_S and self.driver.hosts is None:
             missing = min(set(range(wanted)) - there)

@@ -23,6 +23,7 @@ from msgspec import Struct
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
 from paceline.core.events import ServersChanged
 from paceline.core.messages import Members, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
+from paceline.core.topology import Topology
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.runtime.live.durable import Durable
 from paceline.tensors.assignment import Assignment
@@ -57,6 +58,8 @@ class Abroad(Struct, frozen=True):
     """False: anybody who reaches a port is believed (--insecure)."""
     wire: str = "float32"
     """How floats travel (`tensors/halves.py`)."""
+    near: bool = True
+    """Who is on a server's host uses shared memory; False: the network too, so that it can be measured."""
 
 
 class LiveConfig(Struct, frozen=True):
@@ -91,6 +94,8 @@ class Describe(Struct, frozen=True, tag=True):
     policy: str | None
     aliases: dict[str, str]
     """Second names of tied weights."""
+    door: Door | None = None
+    """Where a peer is, in a run that crosses hosts."""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -154,13 +159,15 @@ class Begin(Struct, frozen=True, tag=True):
     assignment: Assignment
     """Which server holds which part of the parameters."""
     doors: tuple[Door, ...]
-    """Where each server is."""
+    """Where each server is; without servers, as in `NewView`."""
     changed: ServersChanged | None
     """How the number of servers has changed, if it has: this worker's machine starts with that it began with."""
     resumed: bool
     """What is not trained comes from the checkpoint, for worker 0 too."""
     iteration: int = 0
     """Without servers: the iterations before this run, of the checkpoint it goes on from."""
+    graph: Topology | None = None
+    """Without servers: who sends to whom. It may be in a file, which only the driver's host has."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
@@ -333,6 +340,8 @@ class PeerStatus(Struct, frozen=True, tag=True):
 
 class NewView(Struct, frozen=True, tag=True):
     view: View
+    doors: tuple[Door, ...] = ()
+    """For peers of a run that crosses hosts: where each member is, in the order of the view."""
 
 
 class Finish(Struct, frozen=True, tag=True):

@@ -1,0 +1,219 @@
+"""`paceline host`: a run that torchrun or Slurm has started, its options, and its driver.
+
+    torchrun --nnodes 3 --nproc-per-node 1 -m paceline host --workers 4 train.py
+
+Scripts that a launcher starts directly take the same options from the environment (`launched.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import rundir
+from paceline.api import check_count
+from paceline.commands.hosts import read_ports, warn_insecure
+from paceline.commands.run import Run, check_script
+from paceline.commands.screen import console
+from paceline.errors import ConfigError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.hosts import Hosts
+    from paceline.runtime.live.launch import LivePlan
+    from paceline.runtime.live.rendezvous import Place
+
+GRACE_S = 6.0
+"""How long a run whose launcher ends it may take for its last checkpoint, and an agent to hear that it is over."""
+LOCKED_S = 20.0
+
+
+@dataclass(kw_only=True)
+class Host(Run):
+    """Be one node of a run that torchrun or Slurm has started:
+
+    torchrun --nnodes 3 --nproc-per-node 1 -m paceline host --workers 4 SCRIPT.py
+    srun -N3 --ntasks-per-node=1 python -m paceline host --workers 4 SCRIPT.py
+
+    The first node also has the run's driver and the servers. A worker that dies is started again by its node
+    (--restarts), and the others go on meanwhile. Traffic between nodes is encrypted.
+    """
+
+    workers: int = 1
+    """How many processes run the script on each node."""
+    spread_servers: bool = False
+    """Servers run on all nodes, not only on the first."""
+    interface: str | None = None
+    """The network between the nodes, as eth1; if none, the one by which the first node is reached."""
+    advertise: str | None = None
+    """The address of the first node that the others are to use, if it is not its interface's."""
+    ports: str | None = None
+    """The ports that may be used, as 7000-7016: the first is the driver's, the others are for servers."""
+    wire: str = "float32"
+    """How floats travel to other nodes: float32, bfloat16 or float16 (gradients with error feedback)."""
+    insecure: bool = False
+    """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
+
+    def main(self, script: list[str], resume: Path | None = None) -> int:
+        """The node's agent, and beside rank 0 the driver."""
+        from paceline.commands.launched import Part
+        from paceline.runtime.live.beside import DRIVE, start_child
+        from paceline.runtime.live.process import die_with
+        from paceline.runtime.live.rendezvous import read_place
+
+        place = read_place(os.environ)
+        if place is None:
+            raise ConfigError("paceline host is started by torchrun or srun; on one machine there is paceline run")
+        check_script(script, "host")
+        check_count("workers", self.workers)
+        check_wire_and_ports(self)
+        die_with(os.getppid(), signal.SIGTERM)
+        driver = None
+        if place.rank == 0:
+            driver = start_child(DRIVE, [f"--host={json.dumps(asdict(self))}", *script], own_session=True)
+        part = Part(self, place, place.rank, place.size, driver)
+        try:
+            code = part.start_workers(script)
+        except BaseException:
+            part.end_driver()
+            raise
+        return max(code, part.await_driver())
+
+    # As the driver of a run.
+
+    def drive(self, script: list[str], place: Place, agents: int, workers: int) -> int:
+        """Do the run; `workers` in all come with so many agents."""
+        from paceline.runtime.live.rendezvous import Board, DriverThere
+
+        self.place, self.agents, self.workers = place, agents, workers
+        self.board = Board(place, make=True)
+        try:
+            return self.run(script, self.before(script[0]))
+        except ConfigError as error:
+            self.board.put("driver", DriverThere(failed=str(error)))
+            raise
+
+    def before(self, script: str) -> Path | None:
+        """The folder of the run, if the launcher has started it before and there is a checkpoint to go on from."""
+        from paceline.runtime.live import checkpoint
+        from paceline.runtime.live.rendezvous import FolderThere
+
+        self.folder: Path | None = None
+        if not self.place.attempt:
+            return None
+        noted = self.board.read("folder", FolderThere, lasting=True)
+        folder = Path(noted.path) if noted is not None else self.usual_folder(script)
+        if folder is None or not (folder / rundir.CONFIG).exists():
+            return None
+        self.folder = folder
+        self.lock(folder)
+        try:
+            path, _ = checkpoint.latest(folder / checkpoint.FOLDER)
+        except PacelineError:
+            return None
+        console.print(f"attempt {self.place.attempt + 1}: going on from {path}", soft_wrap=True)
+        return folder
+
+    def usual_folder(self, script: str) -> Path | None:
+        """Where this run is, if that can be told without having been noted."""
+        if self.dir is not None:
+            return Path(self.dir)
+        if self.place.launcher == "Slurm":
+            return Path("runs") / f"slurm-{self.place.name}-{Path(script).stem}"
+        return None
+
+    def make_folder(self, script: str) -> Path:
+        from paceline.runtime.live.rendezvous import FolderThere
+
+        if self.folder is not None:
+            return self.folder  # it was begun, and has no checkpoint
+        usual = self.usual_folder(script)
+        if self.dir is None and usual is not None and not usual.exists():
+            usual.mkdir(parents=True)
+            folder = usual
+        else:
+            folder = super().make_folder(script)
+        self.lock(folder)
+        self.board.put("folder", FolderThere(str(folder.resolve())), lasting=True)
+        return folder
+
+    def lock(self, folder: Path) -> None:
+        """The driver of the attempt before this one may still be writing its last checkpoint: wait for it."""
+        self.locked = os.open(folder, os.O_RDONLY)
+        until = time.monotonic() + LOCKED_S
+        while True:
+            try:
+                fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(f"the run in {str(folder)!r} is going on: another driver writes there") from None
+                time.sleep(0.1)
+            except OSError:
+                return  # a file system without locks
+
+    def plan(self, script: list[str]) -> LivePlan:
+        from paceline.runtime.live.far import make_keys
+        from paceline.runtime.live.hosts import Meeting
+        from paceline.runtime.live.wire import Abroad
+
+        check_wire_and_ports(self)
+        host, here = self.addresses(self.place)
+        advertise = self.advertise or here
+        first, last = read_ports(self.ports)
+        keys = None if self.insecure else make_keys()
+        if self.insecure:
+            warn_insecure(host)
+        plan = super().plan(script)
+        return replace(
+            plan,
+            meeting=Meeting(host, first, advertise, keys, spread=self.spread_servers),
+            abroad=Abroad(host, advertise, (min(first + 1, last), last), not self.insecure, self.wire),
+            opened=self.meet,
+            care=replace(plan.care, grace_s=GRACE_S),
+        )
+
+    def meet(self, hosts: Hosts) -> None:
+        """Learn who will come, then say where to."""
+        from paceline.runtime.live.rendezvous import AgentThere, DriverThere
+
+        def still() -> None:
+            if hosts.driver.interrupts:
+                raise KeyboardInterrupt
+
+        for number in range(self.agents):
+            missing = f"still waiting for node {number} of {self.agents}"
+            agent = self.board.wait_for(f"agent-{number}", AgentThere, still, partial(console.print, missing))
+            if agent.key:
+                hosts.enrol(agent.key, agent.token)
+        keys = hosts.meeting.keys
+        self.board.put("driver", DriverThere(hosts.address, keys.public if keys is not None else ""))
+
+    def addresses(self, place: Place) -> tuple[str, str]:
+        """Where to listen on this node, and the address the others reach it by."""
+        from paceline.runtime.live.addresses import address_of, address_towards
+
+        if self.interface is not None:
+            address = address_of(self.interface)
+            return address, address
+        if place.nodes == 1:
+            return "127.0.0.1", "127.0.0.1"
+        return "0.0.0.0", address_towards(place.master, place.port)
+
+
+def check_wire_and_ports(host: Host) -> None:
+    from paceline.runtime.live.addresses import address_of
+    from paceline.tensors.halves import check_wire
+
+    check_wire(host.wire)
+    first, last = read_ports(host.ports)
+    if last and last == first:
+        raise ConfigError(f"ports={host.ports} is one port: the driver takes the first, servers need others")
+    if host.interface is not None:
+        address_of(host.interface)

@@ -1,0 +1,107 @@
+"""`paceline run --on ray`: what is asked of a Ray cluster, in a user's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.launch import LivePlan
+    from paceline.runtime.live.on_ray import Errand, Wanted
+
+INSTALL = "ray is not installed: pip install 'paceline[ray]'"
+CHECKPOINT_S = 10.0
+"""How often a run on Ray is checkpointed if nobody says: a server that is lost goes on from the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """Only with --on ray: Ray places each worker and each server, and starts it again on another node if its own is
+    lost. Nodes need paceline and ray; they reach this machine and each other by TCP, with keys (docs/cluster.md)."""
+
+    ray_address: str = "auto"
+    """The cluster: auto, the one this machine belongs to, or else one begun here for this run; local, always the
+    latter; HOST:PORT of a head node."""
+    cpus_per_worker: float = 1.0
+    """What Ray sets aside for each worker. It may be a fraction: Ray counts, it does not enforce."""
+    gpus_per_worker: float = 0.0
+    """The same of GPUs; the script sees its own in CUDA_VISIBLE_DEVICES."""
+    cpus_per_server: float = 1.0
+    """The same for each server."""
+    placement: Literal["spread", "pack"] = "spread"
+    """spread: over as many nodes as there are; pack: on as few as possible."""
+    place_timeout_s: float = 60.0
+    """Give up if the cluster has no room for so long. One that grows by itself may need minutes."""
+    working_dir: str | None = None
+    """A folder Ray brings to all nodes, in which the script runs; without one the script must be at the same path
+    on all nodes."""
+    ports: str | None = None
+    """The ports servers may take on their nodes, as 7001-7016; any free ones if none."""
+    wire: str = "float32"
+    """How floats travel between nodes: float32, bfloat16 or float16 (gradients with error feedback)."""
+
+    def check(self) -> None:
+        for name in ("cpus_per_worker", "gpus_per_worker", "cpus_per_server"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name}={value:g} is out of range: 0 or more")
+        for name in ("cpus_per_worker", "cpus_per_server", "place_timeout_s"):
+            value = getattr(self, name)
+            if value <= 0:
+                raise ConfigError(f"{name}={value:g} is out of range: more than 0")
+
+    def wanted(self, plan: LivePlan) -> Wanted:
+        from paceline.runtime.live.on_ray import Wanted
+
+        worker = {"CPU": self.cpus_per_worker}
+        if self.gpus_per_worker:
+            worker["GPU"] = self.gpus_per_worker
+        server = {"CPU": self.cpus_per_server}
+        return Wanted(plan.members, worker, server, self.placement.upper(), self.place_timeout_s)
+
+    def errand(self, script: list[str]) -> Errand:
+        """The script, as it is found on the nodes."""
+        from paceline.runtime.live.on_ray import Errand
+
+        path = Path(script[0]).resolve()
+        if self.working_dir is None:
+            return Errand(str(path), tuple(script[1:]), str(Path.cwd()))
+        folder = Path(self.working_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--working-dir {self.working_dir} is no folder")
+        if not path.is_relative_to(folder):
+            raise ConfigError(
+                f"the script {script[0]} is not in --working-dir {self.working_dir}, which is what nodes get"
+            )
+        return Errand(str(path.relative_to(folder)), tuple(script[1:]), "")
+
+
+@contextmanager
+def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[LivePlan]:
+    """The plan with its processes on a Ray cluster, for as long as it lasts."""
+    from paceline.commands.hosts import read_ports
+    from paceline.runtime.live.far import make_keys
+    from paceline.runtime.live.hosts import Meeting
+    from paceline.runtime.live.receiving import EVERYWHERE
+    from paceline.runtime.live.wire import Abroad
+    from paceline.tensors.halves import check_wire
+
+    options.check()
+    check_wire(options.wire)
+    abroad = Abroad(EVERYWHERE, "", read_ports(options.ports), True, options.wire)
+    try:
+        from paceline.runtime.live.on_ray import OnRay, own_address
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ray":
+            raise
+        raise ConfigError(INSTALL) from None
+    folder = options.working_dir
+    with OnRay(options.wanted(plan), options.errand(script), options.ray_address, folder) as on_ray:
+        away_s = options.place_timeout_s
+        meeting = Meeting(EVERYWHERE, 0, own_address(), make_keys(), spread=True, away_s=away_s)
+        yield replace(plan, meeting=meeting, abroad=abroad, opened=on_ray.opened, tick=on_ray.tick)

@@ -1,0 +1,39 @@
+"""`paceline bench exchange --transport tcp`: what it prints and writes, at sizes that say nothing of speed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline import cli
+from paceline.bench import peers
+from paceline.bench.tcp_exchange import loopback_bandwidth
+
+
+def test_the_exchange_over_tcp(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(peers, "has_ray", lambda: False)  # it takes its time to start: tests/hosts has it
+    path = tmp_path / "out.json"
+    small = ["--params", "30000", "--workers", "2", "--rounds", "1"]
+    assert cli.run(["bench", "exchange", "--transport", "tcp", *small, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["wire"], row["keys"]) for row in rows] == [("float32", False), ("float32", True), ("bfloat16", False)]
+    for row in rows:
+        assert (row["mode"], row["params"], row["workers"], row["transport"]) == ("asp", 30000, 2, "tcp")
+        assert row["unit"] == "pushes/s"
+        assert set(row["peers"]) == {"torch_rpc"}
+        assert row["ratio"] == pytest.approx(row["paceline"] / row["peers"]["torch_rpc"])
+        assert 0 < row["paceline"] < row["floor"], "nobody beats the floor"
+    assert rows[2]["floor"] == pytest.approx(2 * rows[0]["floor"])
+    printed = capsys.readouterr().out
+    assert "torch_rpc" in printed
+    assert "CURVE at 3e+04: " in printed
+
+
+def test_the_loopback_carries_something() -> None:
+    assert 1e7 < loopback_bandwidth(1 << 22) < 1e12
+
+
+def test_an_unknown_transport_gets_one_line(capsys) -> None:
+    assert cli.run(["bench", "exchange", "--transport", "udp"]) == 2
+    assert "udp" in capsys.readouterr().err

@@ -1,0 +1,317 @@
+"""Messages between hosts, over TCP: sizes, names, keys, and connections that end and come back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.runtime.live.far import FRAME, FarLink, FarListener, KeyPair, make_keys
+from paceline.runtime.live.sockets import Waiter
+from tests.live.ears import Ear, cut_up
+
+
+@pytest.fixture(params=[True, False], ids=["keys", "plain"])
+def ear(request: pytest.FixtureRequest) -> Iterator[Ear]:
+    ear = Ear(request.param)
+    yield ear
+    ear.close()
+
+
+@pytest.fixture
+def secure() -> Iterator[Ear]:
+    ear = Ear()
+    yield ear
+    ear.close()
+
+
+def test_messages_and_frames_arrive_as_they_were_whatever_their_size(ear: Ear) -> None:
+    link = ear.met(b"3:1")
+    noise = random.Random(0).randbytes(FRAME)
+    sizes = [(1, []), (100, [0, 1, 70_000]), (0, [5]), (FRAME, [FRAME]), (FRAME + 1, []), (3 * FRAME, [7, 0])]
+    for header, frames in sizes:
+        link.send((3 * noise)[:header], [memoryview(noise)[:size] for size in frames])
+    for (header, frames), (name, message, got) in zip(sizes, ear.hear(len(sizes)), strict=True):
+        assert name == b"3:1"
+        assert message == (3 * noise)[:header]
+        assert [bytes(frame) for frame in got] == [noise[:size] for size in frames]
+    assert ear.listener.send(b"3:1", b"one")
+    assert ear.listener.send(b"3:1", b"two", [noise])
+    assert link.wait_for(10.0) == (b"one", [])
+    message, frames = link.wait_for(10.0) or (b"", [])
+    assert (message, [bytes(frame) for frame in frames]) == (b"two", [noise])
+    assert link.receive() is None
+
+
+def test_forty_megabytes_there_and_back(ear: Ear) -> None:
+    link = ear.met(b"3:1")
+    data = random.Random(0).randbytes(40_000_000)
+    link.send(b"push", cut_up(data, FRAME))
+    [(_, message, frames)] = ear.hear(1)
+    assert message == b"push"
+    assert b"".join(frames) == data
+    assert ear.listener.send(b"3:1", b"parameters", frames)
+    message, frames = link.wait_for(10.0) or (b"", [])
+    assert message == b"parameters"
+    assert b"".join(frames) == data
+
+
+def test_each_is_answered_by_its_name(ear: Ear) -> None:
+    links = {name: ear.met(name) for name in (b"0:0", b"1:0", b"2:0")}
+    for name, link in links.items():
+        link.send(b"I am " + name)
+    assert sorted(message[:2] for message in ear.hear(3)) == [(name, b"I am " + name) for name in links]
+    for name in links:
+        assert ear.listener.send(name, b"you are " + name)
+    assert {name: link.wait_for(10.0) for name, link in links.items()} == {
+        name: (b"you are " + name, []) for name in links
+    }
+    assert not ear.listener.send(b"3:0", b"x")
+
+
+def test_a_key_that_is_not_enrolled_is_refused(secure: Ear) -> None:
+    good, bad = secure.met(b"0:0"), secure.link(b"0:0", enrolled=False)
+    bad.send(b"let me in")
+    secure.until(lambda: bad.refused)
+    assert bad.refused == f"{secure.address} does not know this key"
+    assert not bad.gone
+    assert secure.works(good, b"0:0")
+    assert secure.heard == []
+
+
+def test_no_key_is_refused(secure: Ear) -> None:
+    link = FarLink(secure.address, b"0:0", None, "")
+    secure.links.append(link)
+    secure.waiter.watch(link)
+    secure.until(lambda: link.refused)
+    assert link.refused.startswith(f"{secure.address} broke off: it may have another key, or keys where we have none")
+
+
+def test_a_listener_with_another_key_is_not_spoken_to(secure: Ear) -> None:
+    link = secure.link(b"0:0", server_key=make_keys().public)
+    link.send(b"secret")
+    secure.until(lambda: link.refused)
+    assert link.refused.startswith(f"{secure.address} broke off: it may have another key")
+    assert secure.heard == []
+
+
+def test_a_key_enrolled_late_gets_in_with_what_it_had_to_say(secure: Ear) -> None:
+    keys = make_keys()
+    link = secure.link(b"4:0", keys, enrolled=False)
+    link.send(b"hello")
+    secure.until(lambda: link.refused)
+    secure.listener.enrol(keys.public, b"4:0")
+    assert secure.hear(1) == [(b"4:0", b"hello", [])]
+    assert link.refused == ""
+    assert secure.works(link, b"4:0")
+
+
+def test_a_link_waits_for_a_listener_that_is_not_there_yet(ear: Ear) -> None:
+    port = ear.listener.port
+    ear.deafen()
+    keys = make_keys() if ear.keys else None
+    link = FarLink(f"tcp://127.0.0.1:{port}", b"0:0", keys, ear.public)
+    ear.links.append(link)
+    link.send(b"early")
+    assert link.wait_for(0.2) is None
+    assert link.refused == f"tcp://127.0.0.1:{port} cannot be reached"
+    assert not link.gone
+    ear.listen(port)
+    if keys is not None:
+        ear.listener.enrol(keys.public, b"0:0")
+    ear.waiter.watch(link)
+    assert ear.hear(1) == [(b"0:0", b"early", [])]
+
+
+def test_what_had_not_left_when_a_link_is_reopened_never_does(ear: Ear) -> None:
+    link = ear.link(b"1:0")
+    link.send(b"forget it")
+    assert link.outbox
+    link.reopen()
+    link.send(b"instead")
+    assert ear.hear(1) == [(b"1:0", b"instead", [])]
+    assert ear.works(link, b"1:0")
+
+
+def test_a_name_is_the_keys_whatever_is_said(secure: Ear) -> None:
+    boss, keys = secure.met(b"boss"), make_keys()
+    secure.listener.enrol(keys.public, b"5:0")
+    link = FarLink(secure.address, b"boss", keys, secure.public)
+    secure.links.append(link)
+    secure.waiter.watch(link)
+    assert secure.works(link, b"5:0")
+    assert secure.works(boss, b"boss")
+
+
+def test_a_later_key_replaces_the_earlier_one(secure: Ear) -> None:
+    first = secure.met(b"1:0")
+    keys = make_keys()
+    secure.listener.enrol(keys.public, b"1:0")
+    first.send(b"too late")
+    secure.until(lambda: first.gone)
+    second = secure.link(b"1:0", keys)
+    assert secure.works(second, b"1:0")
+    first.reopen()
+    first.send(b"still me?")
+    secure.until(lambda: first.refused)
+    assert secure.works(second, b"1:0")
+    assert secure.heard == []
+
+
+def test_who_is_expelled_is_cut_off_and_not_let_in_again(secure: Ear) -> None:
+    link, other = secure.met(b"1:0"), secure.met(b"2:0")
+    secure.listener.expel(b"1:0")
+    assert not secure.listener.send(b"1:0", b"x")
+    assert secure.until(lambda: link.gone) < 1.0
+    link.reopen()
+    secure.until(lambda: link.refused)
+    assert secure.works(other, b"2:0")
+    assert secure.gone == []  # whoever expelled it knows
+
+
+def test_a_listener_that_is_back_is_reopened_to_and_nothing_is_said_twice(ear: Ear) -> None:
+    port = ear.listener.port
+    link = ear.met(b"1:0")
+    assert ear.works(link, b"1:0")
+    ear.deafen()
+    assert link.wait_for(10.0) is None
+    assert link.gone
+    link.send(b"lost")
+    ear.listen(port)
+    if ear.keys is not None:
+        ear.listener.enrol(link.post.keys.public, b"1:0")
+    link.reopen()
+    assert not link.gone
+    link.send(b"again")
+    assert ear.hear(1) == [(b"1:0", b"again", [])]
+    assert ear.works(link, b"1:0")
+
+
+def test_the_last_words_come_before_the_end(ear: Ear) -> None:
+    for life in range(20):
+        link = ear.met(b"1:0")
+        for word in range(10):
+            link.send(b"%d" % word)
+        ear.waiter.forget(link.fileno())
+        link.close()
+        heard: list[bytes] = []
+        while b"1:0" not in ear.gone:
+            ear.waiter.wait(0.05)
+            ear.gone += ear.listener.gone()
+            if (message := ear.listener.receive()) is not None:
+                heard.append(message[1])
+        assert heard == [b"%d" % word for word in range(10)], life
+        ear.gone.clear()
+        assert not ear.listener.connected(b"1:0")
+
+
+def test_who_comes_again_is_answered_where_it_is_now(ear: Ear) -> None:
+    keys = make_keys() if ear.keys else None
+    first = ear.met(b"1:0", keys)
+    second = ear.link(b"1:0", keys)
+    second.send(b"here")
+    assert ear.hear(1) == [(b"1:0", b"here", [])]
+    ear.until(lambda: first.gone)
+    assert ear.gone == [b"1:0"]
+    assert ear.listener.connected(b"1:0")
+    assert ear.works(second, b"1:0")
+
+
+def repeat(ear: Ear, keys: KeyPair | None) -> None:
+    """Send back what is heard, in a process of one's own."""
+    link = FarLink(ear.address, b"1:0", keys, ear.public)
+    while (message := link.wait_for(60.0)) is not None and message[0] != b"end":
+        link.send(*message)
+    link.close()
+
+
+@pytest.fixture
+def client(ear: Ear) -> Iterator[int]:
+    """The number of a process that repeats what it hears."""
+    keys = make_keys() if ear.keys else None
+    if keys is not None:
+        ear.listener.enrol(keys.public, b"1:0")
+    child = os.fork()
+    if child == 0:
+        try:
+            repeat(ear, keys)
+        finally:
+            os._exit(0)
+    try:
+        ear.until(lambda: ear.listener.connected(b"1:0"))
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_client_that_is_killed_is_missed_at_once(ear: Ear, client: int) -> None:
+    os.kill(client, signal.SIGKILL)
+    assert ear.until(lambda: ear.gone == [b"1:0"]) < 0.5
+    assert not ear.listener.send(b"1:0", b"x")
+
+
+def test_a_host_that_is_silent_is_missed_within_three_seconds(ear: Ear, client: int) -> None:
+    os.kill(client, signal.SIGSTOP)
+    assert 0.5 < ear.until(lambda: ear.gone == [b"1:0"]) < 3.0
+    assert not ear.listener.send(b"1:0", b"x")
+
+
+def test_nobody_sleeps_through_a_message(ear: Ear, client: int) -> None:
+    """ZeroMQ says that something came once, and takes it back when something is sent meanwhile."""
+    sent = back = 0
+    longest_s = 0.0
+    while back < 3000:
+        while sent < min(back + 1 + back % 7, 3000):
+            assert ear.listener.send(b"1:0", b"%d" % sent)
+            sent += 1
+        begin = time.monotonic()
+        ear.waiter.wait(5.0)
+        longest_s = max(longest_s, time.monotonic() - begin)
+        while (message := ear.listener.receive()) is not None:
+            assert message[1] == b"%d" % back
+            back += 1
+    assert longest_s < 4.0
+
+
+def test_a_child_that_touches_nothing_disturbs_nothing(ear: Ear) -> None:
+    link = ear.met(b"1:0")
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert ear.works(link, b"1:0")
+
+
+def test_the_first_free_port_of_a_range_is_used() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = taken.getsockname()[1]
+        listener = FarListener("127.0.0.1", (first, first + 20), None)
+        assert first < listener.port <= first + 20
+        listener.close()
+        with pytest.raises(PacelineError, match=f"^cannot listen on '127.0.0.1': every port from {first} to {first}"):
+            FarListener("127.0.0.1", (first, first), None)
+    with pytest.raises(PacelineError, match=r"^cannot listen on '192\.0\.2\.1', ports 0 to 0: .+$"):
+        FarListener("192.0.2.1", (0, 0), None)
+    with pytest.raises(PacelineError, match=r"^cannot listen on 'no\.such\.host\.invalid', ports 0 to 0: .+$"):
+        FarListener("no.such.host.invalid", (0, 0), None)
+
+
+def test_a_waiter_that_has_forgotten_a_listener_does_not_hear_it() -> None:
+    ear, waiter = Ear(secure=False), Waiter()
+    link = ear.met(b"1:0")
+    waiter.watch(ear.listener)
+    waiter.forget(ear.listener.fileno())
+    link.send(b"x")
+    assert waiter.wait(0.1) == []
+    assert ear.hear(1) == [(b"1:0", b"x", [])]
+    waiter.close()
+    ear.close()

@@ -1,0 +1,175 @@
+"""What reaches a far listener's port and should not: strangers, garbage, too much, and what no paceline ever sends."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from benchmarks.fuzz_far import Samples
+from paceline.runtime.live import zeromq
+from paceline.runtime.live.far import FRAME, KeyPair, make_keys
+from tests.live.ears import Ear, cut_up, resident_mb
+
+
+@pytest.fixture
+def ear() -> Iterator[Ear]:
+    ear = Ear()
+    yield ear
+    ear.close()
+
+
+def strange(ear: Ear, keys: KeyPair, route: bytes) -> zmq.Socket[bytes]:
+    """A socket that says what it likes."""
+    stranger = zmq.Context().socket(zmq.DEALER)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.ROUTING_ID, route),
+        (zmq.CURVE_PUBLICKEY, keys.public.encode()),
+        (zmq.CURVE_SECRETKEY, keys.secret.encode()),
+        (zmq.CURVE_SERVERKEY, ear.public.encode()),
+    ):
+        stranger.setsockopt(option, value)
+    stranger.connect(ear.address)
+    return stranger
+
+
+def test_fifty_silent_connections_are_closed_and_disturb_nobody(ear: Ear) -> None:
+    link = ear.met(b"1:0")
+    before_mb = resident_mb()
+    silent = [socket.create_connection(("127.0.0.1", ear.listener.port)) for _ in range(50)]
+    open_ones = set(silent)
+    begin = time.monotonic()
+    while open_ones:
+        assert ear.works(link, b"1:0")
+        assert time.monotonic() - begin < 3 * zeromq.HANDSHAKE_MS / 1000
+        for connection in list(open_ones):
+            connection.settimeout(0.001)
+            try:
+                if not connection.recv(1 << 10):  # after the greeting
+                    open_ones.discard(connection)
+            except TimeoutError:
+                pass
+            except ConnectionResetError:
+                open_ones.discard(connection)
+    for connection in silent:
+        connection.close()
+    ear.until(lambda: len(ear.listener.callers.open) == 1)
+    assert resident_mb() - before_mb < 10
+
+
+@pytest.mark.parametrize("greeting", [False, True])
+def test_garbage_is_cut_off_and_disturbs_nobody(ear: Ear, greeting: bool) -> None:
+    link = ear.met(b"1:0")
+    noise = random.Random(0)
+    begin = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(13, b"\0") + bytes(41) if greeting else b""
+    for _ in range(50):
+        with socket.create_connection(("127.0.0.1", ear.listener.port)) as connection:
+            connection.settimeout(5.0)
+            try:
+                connection.sendall(begin + noise.randbytes(noise.randrange(1, 5000)))
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 10):
+                    pass
+            except OSError:
+                pass
+        assert ear.works(link, b"1:0")
+    ear.until(lambda: len(ear.listener.callers.open) == 1)
+    assert ear.gone == []
+
+
+def test_a_stranger_who_takes_anothers_route_gets_nothing(ear: Ear) -> None:
+    link = ear.met(b"1:0")
+    keys = make_keys()
+    ear.listener.enrol(keys.public, b"2:0")
+    stranger = strange(ear, keys, b"mine")
+    stranger.send(b"hello")
+    assert ear.hear(1) == [(b"2:0", b"hello", [])]
+    thief = strange(ear, keys, ear.listener.callers.named[b"1:0"].route)
+    thief.send(b"I am 1:0")
+    for _ in range(5):
+        assert ear.works(link, b"1:0")
+    assert thief.poll(0) == 0
+    assert {name for name, _, _ in ear.heard} <= {b"2:0"}
+    for each in (stranger, thief):
+        each.context.destroy(linger=0)
+
+
+def test_a_frame_that_is_too_large_ends_the_connection(ear: Ear) -> None:
+    link, other = ear.met(b"1:0"), ear.met(b"2:0")
+    link.send(b"push", [bytes(FRAME + zeromq.SLACK)])
+    ear.until(lambda: link.gone)
+    ear.until(lambda: ear.gone == [b"1:0"])
+    assert ear.works(other, b"2:0")
+    assert ear.heard == []
+    link.reopen()
+    assert ear.works(link, b"1:0")
+
+
+@pytest.mark.parametrize("frames", [(FRAME, 5), (1, 2000)], ids=["bytes", "number"])
+def test_a_message_of_too_much_is_not_read(frames: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    size, count = frames
+    ear = Ear(largest=4 * FRAME)
+    link, other = ear.met(b"1:0"), ear.met(b"2:0")
+    for _ in range(3):
+        link.send(b"push", count * [bytes(size)])
+    assert ear.works(link, b"1:0")
+    assert ear.works(other, b"2:0")
+    assert ear.heard == []
+    assert capsys.readouterr().err == f"paceline: 1:0 sent more than {4 * FRAME} bytes at once: not read\n"
+    ear.close()
+
+
+def test_who_does_not_read_is_cut_off() -> None:
+    """Its messages would pile up here for ever."""
+    ear = Ear(hwm=2)
+    link, other = ear.met(b"1:0"), ear.met(b"2:0")
+    ear.waiter.forget(link.fileno())
+    frames = cut_up(bytes(8 * FRAME), FRAME)
+    sent = 0
+    while ear.listener.send(b"1:0", b"parameters", frames):
+        sent += 1
+        assert sent < 200
+    assert not ear.listener.connected(b"1:0")
+    ear.until(lambda: ear.gone == [b"1:0"])
+    assert ear.works(other, b"2:0")
+    while link.wait_for(5.0) is not None:
+        pass
+    assert link.gone
+    ear.close()
+
+
+def test_strange_parts_are_no_message_and_do_no_harm(ear: Ear) -> None:
+    link, keys = ear.met(b"1:0"), make_keys()
+    ear.listener.enrol(keys.public, b"2:0")
+    stranger = strange(ear, keys, b"x")
+    noise = random.Random(0)
+    for count in range(300):
+        stranger.send_multipart([noise.randbytes(noise.choice((0, 0, 1, 4, 9))) for _ in range(1 + count % 6)])
+    stranger.send(b"over")
+    while ear.hear(1)[0][1] != b"over":
+        pass
+    assert ear.works(link, b"1:0")
+    stranger.context.destroy(linger=0)
+
+
+def test_ten_thousand_mutated_messages(ear: Ear) -> None:
+    """A hundred thousand: `python benchmarks/fuzz_far.py`."""
+    link = ear.met(b"1:0")
+    samples = Samples(0)
+    rounds_mb: list[float] = []
+    for _ in range(10):
+        for _ in range(1000):
+            link.send(*samples.mutated())
+        for name, message, frames in ear.hear(1000):
+            assert name == b"1:0"
+            samples.read(message, frames)
+        rounds_mb.append(resident_mb())
+    assert samples.refused > 5000
+    assert samples.understood > 100
+    assert max(rounds_mb[1:]) - rounds_mb[0] < 10, rounds_mb
+    assert ear.works(link, b"1:0")
