@@ -42,6 +42,8 @@ TICK_S = 0.2
 REOPEN_S = 0.5
 DRIVER_DEAD_S = 3.0
 """How long the agent goes on when the driver's host says that nobody listens there any more."""
+LET_IN_S = 10.0
+"""How long it may take to be let in: until a busy driver has heard its knock, its own key is refused."""
 LOOK_S = 1.0
 """How often it looks whether anybody listens there."""
 KEPT_LINES = 30
@@ -193,7 +195,7 @@ class Agent:
         welcomed, listens = hasattr(self, "listener"), anybody_listens(self.offer.address)
         if welcomed and not listens:
             raise RunFailed(f"the driver at {self.offer.address} is gone")
-        if not welcomed and listens and self.link.refused:
+        if not welcomed and listens and self.link.refused and silent > LET_IN_S:
             raise RunFailed(f"this host was not let in: {self.link.refused}")
 
     def _obey(self, message: dispatch.ToAgent, frames: list[memoryview]) -> None:
