@@ -158,7 +158,8 @@ class Agent:
     # One turn.
 
     def _turn(self) -> None:
-        ready = self.waiter.wait(TICK_S)
+        left = {sentinel for sentinel, child in self.children.items() if child.has_left()}
+        ready = self.waiter.wait(0.0 if left else TICK_S)  # what they said before they left is heard now
         while (received := self.link.receive()) is not None:
             message, frames = received
             try:
@@ -174,9 +175,8 @@ class Agent:
         for descriptor in ready:
             if descriptor in self.echo.begun:
                 self.echo.hear(descriptor)
-        for sentinel, child in list(self.children.items()):
-            if sentinel in ready or child.has_left():
-                self._child_ended(self.children.pop(sentinel))
+        for sentinel in left.union(source for source in ready if source in self.children):
+            self._child_ended(self.children.pop(sentinel))
         if not hasattr(self, "listener"):
             self.knock()
         self.steady.tick(dispatch.encode(dispatch.Ping()))
