@@ -84,7 +84,7 @@ def lives(run: Run, rank: int) -> set[int]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("policy", ["hop:graph=hierarchical,backup=1,max_gap=4,staleness=2", "adpsgd:graph=complete"])
+@pytest.mark.parametrize("policy", ["hop:graph=hierarchical,staleness=2,max_gap=4", "adpsgd:graph=complete"])
 def test_a_peer_is_killed_and_a_host_cut_off_and_both_come_back(tmp_path: Path, policy: str) -> None:
     options = ("--workers", "6", "--restarts", "3", "--policy", policy, "--cluster", "steady:compute_s=0.02")
     with Hosts(3, share=tmp_path) as hosts, Serving(hosts[0], tmp_path, *options) as serving:
