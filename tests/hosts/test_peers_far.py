@@ -83,6 +83,11 @@ def lives(run: Run, rank: int) -> set[int]:
     return {record.incarnation for record in run.trace if record.node == ("peer", rank)}
 
 
+def said_until(serving: Serving, line: str) -> None:
+    """Wait until the driver has said this."""
+    serving.until(lambda: line in serving.log("serve"), f"it says {line!r}", 90)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("policy", ["hop:graph=hierarchical,staleness=2,max_gap=4", "adpsgd:graph=complete"])
 def test_a_peer_is_killed_and_a_host_cut_off_and_both_come_back(tmp_path: Path, policy: str) -> None:
@@ -91,25 +96,25 @@ def test_a_peer_is_killed_and_a_host_cut_off_and_both_come_back(tmp_path: Path, 
         agents = []
         for number, host in enumerate(hosts):
             agents.append(serving.fork(host, f"host{number}", 2, 100_000))
-            serving.until(lambda: f"worker {2 * number + 1}" in serving.log("serve"), "they come in order")
-        serving.until(lambda: "updates" in serving.log("serve"), "it trains", 100)
+            said_until(serving, f"worker {2 * number + 1}")
+        said_until(serving, "updates")
         os.kill(min(workers_of(agents[1])), signal.SIGKILL)
-        serving.until(lambda: "joined" in serving.log("serve"), "who was killed comes back")
+        said_until(serving, "joined")
         hosts[2].cut()
         cut_s = time.monotonic()
-        serving.until(lambda: "given up" in serving.log("serve"), "the silence is noticed", 10)
+        said_until(serving, "given up")
         assert time.monotonic() - cut_s < DETECTED_S + 1.0
         time.sleep(max(0.0, 6.0 - (time.monotonic() - cut_s)))
         hosts[2].heal()
         for rank in (4, 5):
-            serving.until(lambda: f"worker {rank} joined" in serving.log("serve"), "they come back")
+            said_until(serving, f"worker {rank} joined")
         time.sleep(0.5)
         serving.server.send_signal(signal.SIGINT)
         run = serving.end()
     assert run.replay() == []
     assert run.evaluated.endswith("the average of 6 peers")
     assert sum(len(lives(run, rank)) for rank in (2, 3)) == 3
-    assert (lives(run, 4), lives(run, 5)) == ({0, 1}, {0, 1}) or {1} == lives(run, 4) & {1}
+    assert 1 in lives(run, 4) & lives(run, 5)
     for rank in (0, 1):
         pauses = [later - earlier for earlier, later in pairwise(gradients(run, rank))]
         assert max(pauses) < DETECTED_S + 1.0, "the others go on after the detection time"
