@@ -2,20 +2,20 @@
 
     python benchmarks/control_channel.py [--clients 4] [--seconds 2]
 
-ZeroMQ is measured when pyzmq is installed (pip install pyzmq). Prints round trips a second of all clients together
-and the CPU time each costs, both ends together.
+Prints round trips a second of all clients together and the CPU time each costs, both ends together.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import resource
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import zmq
 
 from paceline.runtime.live.sockets import Link, Listener, Waiter
 
@@ -44,8 +44,6 @@ def unix_client(folder: Path, name: bytes) -> None:
 
 
 def zmq_server(folder: Path, until: float) -> int:
-    import zmq
-
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.RCVTIMEO, 100)
@@ -62,8 +60,6 @@ def zmq_server(folder: Path, until: float) -> int:
 
 
 def zmq_client(folder: Path, name: bytes) -> None:
-    import zmq
-
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)
@@ -100,9 +96,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=2.0)
     options = parser.parse_args()
-    ways = {"Unix sockets": (unix_server, unix_client)}
-    if importlib.util.find_spec("zmq") is not None:
-        ways["ZeroMQ ipc"] = (zmq_server, zmq_client)
+    ways = {"Unix sockets": (unix_server, unix_client), "ZeroMQ ipc": (zmq_server, zmq_client)}
     for _ in range(3):
         for name, (server, client) in ways.items():
             with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
+TOOLS = ("ip", "mount", "nsenter", "unshare")
 KINDS = ("--mount", "--uts", "--ipc", "--net", "--pid")
 SUBNET = "10.77.0"
 
@@ -47,25 +47,18 @@ def missing() -> str | None:
 
 
 class Process(subprocess.Popen[str]):
-    """A process of a host. Its namespaces are entered by a parent that stays outside: signals go to the process."""
+    """A process of a host. A parent of it stays outside (`enter.py`): signals go to the process."""
 
     def send_signal(self, number: int) -> None:
         inside = self.inside()
-        if inside is None:
-            return
-        os.kill(inside, number)
-        if number in (signal.SIGCONT, signal.SIGKILL):
-            self.wake_parent()
+        if inside is not None:
+            os.kill(inside, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-    def wake_parent(self) -> None:
-        """It stops with the process, and would not see its end."""
-        super().send_signal(signal.SIGCONT)
 
     def inside(self) -> int | None:
         """Its number on this machine (on its host it has another one); None when it has ended."""
@@ -93,9 +86,8 @@ class _Namespaces:
             self.end()
             raise RuntimeError(f"host {name} could not be made")
         self.holder = int(said)
-
-    def enter(self, *only: str) -> list[str]:
-        return ["nsenter", "--target", str(self.holder), *(only or KINDS)]
+        self.network = ["nsenter", "--target", said, "--net"]
+        """Before a command: only the network is the namespaces'."""
 
     def end(self) -> None:
         assert self._unshare.stdin is not None
@@ -105,7 +97,7 @@ class _Namespaces:
         self._unshare.stdout.close()
 
     def ip(self, *arguments: str) -> None:
-        subprocess.run([*self.enter("--net"), "ip", *arguments], check=True)
+        subprocess.run([*self.network, "ip", *arguments], check=True)
 
 
 class Host(_Namespaces):
@@ -136,8 +128,9 @@ class Host(_Namespaces):
         """
         folder = str(options.pop("cwd", ROOT))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp", **(env or {})}
-        started = [*self.enter(), "setpriv", "--pdeathsig", "KILL", "env", "-C", folder, *map(str, command)]
-        process = Process(started, env=environment, **{"text": True, "stdin": subprocess.DEVNULL, **options})
+        entering = [sys.executable, "-S", "-E", str(HERE / "enter.py"), str(self.holder), folder]
+        options = {"text": True, "stdin": subprocess.DEVNULL, **options}
+        process = Process([*entering, *map(str, command)], env=environment, **options)
         self._processes.append(process)
         return process
 
@@ -159,7 +152,7 @@ class Host(_Namespaces):
 
     def processes(self) -> set[int]:
         """All that run on it, but its holder, by their numbers on this machine."""
-        return members(os.readlink(f"/proc/{self.holder}/ns/net")) - {self.holder}
+        return members(os.readlink(f"/proc/{self.holder}/ns/pid")) - {self.holder}
 
     def cut(self) -> None:
         """Pull its cable out of the bridge. Packets are lost in silence, its own link stays up, connections stay."""
@@ -187,7 +180,7 @@ class Host(_Namespaces):
         options = json.dumps({"delay_ms": delay_ms, "rate_mbit": rate_mbit, "loss": loss, "seed": seed})
         command = [sys.executable, "-S", "-E", str(HERE / "line.py"), self._port, self._line, options]
         self._line_process = subprocess.Popen(
-            [*self._switch.enter("--net"), *command],
+            [*self._switch.network, *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         assert self._line_process.stdout is not None
@@ -219,8 +212,6 @@ class Host(_Namespaces):
         if self._unshare.poll() is not None:
             return
         self.fast()
-        for process in self._processes:
-            process.wake_parent()
         super().end()
         for process in self._processes:
             process.wait(timeout=10)
@@ -268,12 +259,12 @@ class Hosts(Sequence[Host]):
         return iter(self._hosts)
 
 
-def members(network: str) -> set[int]:
-    """The processes of this machine in a network namespace."""
+def members(namespace: str) -> set[int]:
+    """The processes of this machine in a namespace, by its name in /proc, as "pid:[4026531836]"."""
     found = set()
-    for link in Path("/proc").glob("[0-9]*/ns/net"):
+    for link in Path("/proc").glob(f"[0-9]*/ns/{namespace.partition(':')[0]}"):
         try:
-            if os.readlink(link) == network:
+            if os.readlink(link) == namespace:
                 found.add(int(link.parent.parent.name))
         except OSError:
             continue

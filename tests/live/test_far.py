@@ -129,6 +129,16 @@ def test_a_link_waits_for_a_listener_that_is_not_there_yet(ear: Ear) -> None:
     assert ear.hear(1) == [(b"0:0", b"early", [])]
 
 
+def test_what_had_not_left_when_a_link_is_reopened_never_does(ear: Ear) -> None:
+    link = ear.link(b"1:0")
+    link.send(b"forget it")
+    assert link.outbox
+    link.reopen()
+    link.send(b"instead")
+    assert ear.hear(1) == [(b"1:0", b"instead", [])]
+    assert ear.works(link, b"1:0")
+
+
 def test_a_name_is_the_keys_whatever_is_said(secure: Ear) -> None:
     boss, keys = secure.met(b"boss"), make_keys()
     secure.listener.enrol(keys.public, b"5:0")

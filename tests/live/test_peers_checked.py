@@ -98,3 +98,26 @@ def test_a_graph_file_is_found_whatever_folder_the_script_goes_to(
     without = run.view().peers
     assert without is not None
     assert without.bound is None
+
+
+@pytest.mark.parametrize("policy", ["hop", "adpsgd"])
+def test_whoever_joins_gets_the_graph_that_the_run_began_with(policy: str, tmp_path: Path) -> None:
+    """The file is gone by then, as it is on other machines from the start."""
+    path = tmp_path / "ring.edges"
+    path.write_text("0 1\n1 0\n1 2\n2 1\n2 0\n0 2\n")
+
+    def work() -> None:
+        rank = paceline.init().rank
+        model = nn.Linear(3, 1)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        while opt.global_step < 40:
+            opt.step()
+            if rank == 0:
+                path.unlink(missing_ok=True)
+
+    restart = Fault("restart", 1, at_iteration=10, for_s=0.05)
+    cluster = replace(load("steady:compute_s=0.01"), faults=(restart,))
+    run = paceline.launch(work, workers=3, policy=f"{policy}:graph={path}", cluster=cluster, timeout_s=30)
+    assert run.failures == []
+    assert not path.exists()
+    assert {record.incarnation for record in run.trace if record.node == ("peer", 1)} == {0, 1}

@@ -87,7 +87,7 @@ def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[L
     from paceline.commands.hosts import read_ports
     from paceline.runtime.live.far import make_keys
     from paceline.runtime.live.hosts import Meeting
-    from paceline.runtime.live.receiving import EVERYWHERE, routable
+    from paceline.runtime.live.receiving import EVERYWHERE
     from paceline.runtime.live.wire import Abroad
     from paceline.tensors.halves import check_wire
 
@@ -95,7 +95,7 @@ def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[L
     check_wire(options.wire)
     abroad = Abroad(EVERYWHERE, "", read_ports(options.ports), True, options.wire)
     try:
-        from paceline.runtime.live.on_ray import OnRay
+        from paceline.runtime.live.on_ray import OnRay, own_address
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
@@ -103,5 +103,5 @@ def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[L
     folder = options.working_dir
     with OnRay(options.wanted(plan), options.errand(script), options.ray_address, folder) as on_ray:
         away_s = options.place_timeout_s
-        meeting = Meeting(EVERYWHERE, 0, routable(EVERYWHERE), make_keys(), spread=True, away_s=away_s)
+        meeting = Meeting(EVERYWHERE, 0, own_address(), make_keys(), spread=True, away_s=away_s)
         yield replace(plan, meeting=meeting, abroad=abroad, opened=on_ray.opened, tick=on_ray.tick)

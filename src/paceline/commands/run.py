@@ -183,6 +183,10 @@ class Run(Live):
         if self.on is None and self.ray != RayOptions():
             changed = [one.name for one in fields(RayOptions) if getattr(self.ray, one.name) != one.default]
             raise ConfigError(f"--{changed[0].replace('_', '-')} is for a run with --on ray")
+        if self.on == "ray" and (self.durable or self.durable_fsync):
+            raise ConfigError(
+                "--durable keeps its logs on one machine's disk: with --on ray take --checkpoint-s instead"
+            )
         return self.run(script, resume)
 
     def placed(self, plan: LivePlan, script: list[str]) -> AbstractContextManager[LivePlan]:

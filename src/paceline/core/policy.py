@@ -112,6 +112,15 @@ class PeerPolicy(Policy):
         """Who sends to whom, among so many."""
         raise NotImplementedError
 
+    def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
+        """The machine of a peer on this graph."""
+        raise NotImplementedError
+
+    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
+        if role == "peer":
+            return self.peer(rank, self.topology(members.workers), seed)
+        raise ConfigError(f"{self} has no machine for the role {role!r}: it has peers")
+
     def placed(self, machines: tuple[int, ...]) -> PeerPolicy:
         """The policy with so many peers on each machine, in the order of ranks, if its graph asks for that and nobody
         has said it."""

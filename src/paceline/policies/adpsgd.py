@@ -20,7 +20,7 @@ from typing import ClassVar
 from paceline import graphs
 from paceline.core.gossip import Gossip
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Role
+from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy
 from paceline.core.spec import option, parameter
 from paceline.core.topology import Topology, is_symmetric
@@ -52,7 +52,5 @@ class ADPSGD(PeerPolicy):
             raise ConfigError(f"adpsgd:graph={self.graph} has edges that go one way: both ends take the mean, so name "
                               "a graph whose edges go both ways")  # fmt: skip
 
-    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
-        if role == "peer":
-            return Gossip(rank, self.topology(members.workers), seed)
-        raise ConfigError(f"{self} has no machine for the role {role!r}: it has peers")
+    def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
+        return Gossip(rank, graph, seed)

@@ -35,7 +35,7 @@ from typing import ClassVar
 
 from paceline import graphs
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Role
+from paceline.core.messages import Members
 from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy
 from paceline.core.spec import option, parameter
@@ -126,7 +126,5 @@ class Hop(PeerPolicy):
         freely = math.inf if self.backup else (1 if self.staleness is None else self.staleness + 1) * back
         return min(freely, self.max_gap * there) if self.max_gap is not None else freely
 
-    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
-        if role == "peer":
-            return Peer(rank, self.topology(members.workers), self.rules)
-        raise ConfigError(f"{self} has no machine for the role {role!r}: it has peers")
+    def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
+        return Peer(rank, graph, self.rules)

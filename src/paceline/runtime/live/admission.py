@@ -105,7 +105,7 @@ class Admission:
             doors = driver.peers.doors(view) if driver.peers.active else driver.servers.doors_now
             begin = wire.Begin(
                 view, str(driver.policy), driver.epoch_s, driver.watchman.hyper, driver.servers.assignment, doors,
-                driver.reslicing.last, resumed, driver.peers.before,
+                driver.reslicing.last, resumed, driver.peers.before, driver.peers.graph,
             )  # fmt: skip
             driver.tell_worker(described.rank, described.incarnation, begin)
             driver.peers.tell_done((described.rank, described.incarnation))

@@ -40,7 +40,7 @@ from paceline.runtime.live.steady import Frames, Steady
 
 TICK_S = 0.2
 REOPEN_S = 0.5
-DRIVER_DEAD_S = 5.0
+DRIVER_DEAD_S = 3.0
 """How long the agent goes on when the driver's host says that nobody listens there any more."""
 LOOK_S = 1.0
 """How often it looks whether anybody listens there."""

@@ -16,10 +16,15 @@ on the disk before an answer leaves.
 A record: a head of 20 bytes (mark, length of the description, checksum, length of the gradient), the description in
 msgpack, zeros up to a multiple of 64 bytes of the file, the gradient. A record that is not whole ends the log: its
 writer was killed, and nobody was told of it.
+
+A segment that is not needed any more becomes the file of a later one: writing over what is in memory already is
+several times faster than growing a file. What is left of its old records ends the log like one that is not whole, since
+the number of the segment is part of each checksum.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import zlib
@@ -43,6 +48,8 @@ from paceline.tensors.optimizers import Hyper, OptimizerSpec, State
 
 FOLDER = "durable"
 LOG, SNAPSHOT, PART = ".log", ".snapshot", ".part"
+SPARE = "spare"
+"""A segment that is not needed any more."""
 HEAD = Packed("<4sIIQ")
 MARK = b"plog"
 ALIGNED = 64
@@ -143,20 +150,39 @@ def numbers(folder: Path, suffix: str) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob(f"*{suffix}"))
 
 
+def hold(folder: Path) -> int:
+    """Be the one who uses the log in this folder; the kernel lets go of the descriptor with the process."""
+    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise PacelineError(f"another process writes the log in {folder}: is the run still going on?") from None
+    return descriptor
+
+
 class Log:
     """One segment, being written. Whatever fails raises `OSError`."""
 
-    def __init__(self, path: Path, end: int = 0) -> None:
-        self.descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.ftruncate(self.descriptor, end)
+    def __init__(self, folder: Path, number: int, end: int = 0) -> None:
+        path = log_path(folder, number)
+        spare = folder / SPARE
+        if not path.exists() and spare.exists():
+            spare.rename(path)
+        else:
+            path.touch(0o600)
+            os.truncate(path, end)
+        self.descriptor = os.open(path, os.O_WRONLY)
         os.lseek(self.descriptor, end, os.SEEK_SET)
+        sync(folder)
+        self.number = number
         self.position = end
 
     def append(self, said: Logged | Rated | Kept, gradient: Sequence[memoryview] = ()) -> int:
         """Write a record; how many bytes that was."""
         described = encode(said)
         nbytes = sum(len(part) for part in gradient)
-        checksum = zlib.crc32(described, nbytes & 0xFFFFFFFF)
+        checksum = zlib.crc32(described, seed(self.number, nbytes))
         for part in gradient:
             checksum = zlib.crc32(part, checksum)
         head = HEAD.pack(MARK, len(described), checksum, nbytes)
@@ -178,12 +204,28 @@ class Log:
         os.fdatasync(self.descriptor)
 
     def close(self) -> None:
+        """No more comes: what an older segment left behind its end goes."""
+        os.ftruncate(self.descriptor, self.position)
         os.close(self.descriptor)
 
 
-def read(path: Path) -> Iterator[Entry]:
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seed(number: int, nbytes: int) -> int:
+    """What the checksum of a record begins with: its segment, and the length of its gradient."""
+    return (number * 0x9E3779B1 + nbytes) & 0xFFFFFFFF
+
+
+def read(folder: Path, number: int) -> Iterator[Entry]:
     """The whole records of a segment."""
-    with path.open("rb") as file:
+    with log_path(folder, number).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             return
@@ -198,28 +240,25 @@ def read(path: Path) -> Iterator[Entry]:
             return
         gradient = view[begin : begin + nbytes]
         text = view[at + HEAD.size : described]
-        if zlib.crc32(gradient, zlib.crc32(text, nbytes & 0xFFFFFFFF)) != checksum:
+        if zlib.crc32(gradient, zlib.crc32(text, seed(number, nbytes))) != checksum:
             return
         at = begin + nbytes
         yield Entry(at, decode_record(text), gradient)
 
 
 def write_snapshot(folder: Path, number: int, meta: Meta, values: Tensor, learned: State) -> None:
-    """Write a snapshot, whole or not at all; what came before it is not needed any more and removed."""
+    """Write a snapshot, whole or not at all. What came before it is not needed any more: one segment is kept spare."""
     path = snapshot_path(folder, number)
     part = path.with_suffix(PART)
     described = torch.frombuffer(bytearray(encode(meta)), dtype=torch.uint8)
     save_file({META: described, "values": values, **{f"state.{name}": each for name, each in learned.items()}}, part)
-    for each in (part, folder):
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if each == part:
-            part.rename(path)
-    for old in folder.iterdir():
-        if old.suffix in (LOG, SNAPSHOT, PART) and int(old.stem) < number:
+    sync(part)
+    part.rename(path)
+    sync(folder)
+    for old in sorted(folder.iterdir()):
+        if old.suffix == LOG and int(old.stem) < number:
+            old.replace(folder / SPARE)
+        elif old.suffix in (SNAPSHOT, PART) and int(old.stem) < number:
             old.unlink(missing_ok=True)
 
 

@@ -10,8 +10,6 @@ then on restarts this server as one that is not durable.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import threading
 import time
@@ -28,7 +26,6 @@ from paceline.core.events import Event, PushArrived
 from paceline.core.freezing import CannotFreeze, freeze
 from paceline.core.messages import Handle, Node
 from paceline.core.shard import Shard
-from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat
 from paceline.runtime.live import durable, wire
 from paceline.runtime.live.durable import Kept, Log, Logged, Meta, Rated, raw
@@ -72,18 +69,18 @@ class Journal:
         self.writing: threading.Thread | None = None
         """A snapshot that is being written, and why that failed, if it did."""
         self.failed = ""
-        self.retry_at = 0
-        """After a snapshot that failed: the position at which to try again."""
+        self.endless = False
+        """The machine cannot be written down: the whole log is needed."""
         self.nbytes = self.pushes = self.snapshots = 0
         self.seconds = 0.0
         self.began_s = time.monotonic()
 
     def bring_back(self, order: wire.Configure) -> None:
         """Have the server know everything the life before this one knew; the log goes on where that ended."""
-        self._lock()
+        durable.hold(self.folder)
         rebuilt = rebuild(self.folder, threads_of(len(order.assignment)))
         self.segment, self.told, self.life = rebuilt.segment, rebuilt.told, rebuilt.meta.life
-        self.log = Log(durable.log_path(self.folder, self.segment), rebuilt.end)
+        self.log = Log(self.folder, self.segment, rebuilt.end)
         self.events = len(rebuilt.records)
         self.open = True
         server = self.server
@@ -102,22 +99,14 @@ class Journal:
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            self._lock()
+            durable.hold(self.folder)
             optimizer = self.server.holding.optimizer
             durable.write_snapshot(self.folder, 0, self.describe(None), optimizer.values, optimizer.state())
-            self.log = Log(durable.log_path(self.folder, 0))
+            self.log = Log(self.folder, 0)
             self.open = True
         except (OSError, SafetensorError) as error:
             self.give_up(error)
         return JournalSeat(self, machine)
-
-    def _lock(self) -> None:
-        """One writer at a time: the kernel lets go of it with the process."""
-        descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PacelineError(f"another process writes the log in {self.folder}") from None
 
     def describe(self, machine: object) -> Meta:
         server, holding = self.server, self.server.holding
@@ -170,8 +159,6 @@ class Journal:
 
     def give_up(self, error: Exception) -> None:
         """Go on without a log, and say so."""
-        if self.open:
-            self.log.close()
         self.open = False
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         self.server.driver.send(wire.encode(wire.Undurable(self.server.shard, why, lost=True)))
@@ -180,15 +167,15 @@ class Journal:
 
     def tidy(self) -> None:
         """Between two events: begin a snapshot, if the log has become long."""
-        if not self.open:
+        if not self.open or self.endless:
             return
         if self.writing is not None and not self.writing.is_alive():
             self.writing = None
             if self.failed:
-                self.server.driver.send(wire.encode(wire.Undurable(self.server.shard, self.failed, lost=False)))
+                self.complain(self.failed)
                 self.failed = ""
         shard_bytes = self.server.holding.optimizer.values.nbytes
-        long = self.log.position > max(self.how.longest(shard_bytes), self.retry_at) or self.events > self.how.events
+        long = self.log.position > self.how.longest(shard_bytes) or self.events > self.how.events
         if long and self.writing is None:
             self.snapshot()
 
@@ -196,21 +183,23 @@ class Journal:
         started = time.perf_counter()
         server, optimizer = self.server, self.server.holding.optimizer
         self.events = 0
-        self.retry_at = 2 * self.log.position
         try:
-            machine = freeze(server.machine)
-            log = Log(durable.log_path(self.folder, self.segment + 1))
-        except (CannotFreeze, OSError) as error:
-            self.failed = str(error)
+            meta = self.describe(freeze(server.machine))
+        except CannotFreeze as error:
+            self.endless = True
+            self.complain(str(error))
+            return
+        try:
+            if self.how.fsync:
+                self.log.sync()
+            self.log.close()  # before there is a next one: of several segments only the last may end anywhere
+            self.log = Log(self.folder, self.segment + 1)
+        except OSError as error:
+            self.give_up(error)
             return
         # Records that are in the trace's buffer now will not be in the log any more.
         server.trace.flush()
-        meta = self.describe(machine)
-        before, self.log, self.segment = self.log, log, self.segment + 1
-        self.retry_at = 0
-        if self.how.fsync:
-            before.sync()
-        before.close()
+        self.segment += 1
         for handle in list(server.machine.held_handles()):
             pieces, absent = self.held(handle)
             self.write(Kept(handle, tuple(absent)), pieces)
@@ -222,6 +211,10 @@ class Journal:
         self.writing.start()
         self.snapshots += 1
         self.seconds += time.perf_counter() - started
+
+    def complain(self, why: str) -> None:
+        """A snapshot could not be made: the log grows on."""
+        self.server.driver.send(wire.encode(wire.Undurable(self.server.shard, why, lost=False)))
 
     def held(self, handle: Handle) -> tuple[list[memoryview], Iterable[int]]:
         """A gradient that waits for its iteration's mean."""
@@ -247,5 +240,6 @@ class Journal:
         if self.how.fsync:
             self.log.sync()
         self.log.close()
+        (self.folder / durable.SPARE).unlink(missing_ok=True)
         alive_s = time.monotonic() - self.began_s
         return wire.Cost(self.nbytes, self.pushes, self.snapshots, self.seconds, alive_s)

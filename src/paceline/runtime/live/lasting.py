@@ -7,6 +7,7 @@ are gone, and so is what they would have been averaged with.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +106,7 @@ class Lasting:
 
 def replay(run: Path) -> list[Rebuilt]:
     """The servers of a durable run as their logs give them back, by shard."""
-    folders = sorted((run / durable.FOLDER).glob("shard-*"), key=lambda path: int(path.name.partition("-")[2]))
+    folders = _folders(run)
     if not folders:
         raise ConfigError(f"{str(run)!r} has no logs: it was not run with --durable")
     threads = torch.get_num_threads()
@@ -114,6 +115,10 @@ def replay(run: Path) -> list[Rebuilt]:
         return [rebuild(folder) for folder in folders]
     finally:
         torch.set_num_threads(threads)
+
+
+def _folders(run: Path) -> list[Path]:
+    return sorted((run / durable.FOLDER).glob("shard-*"), key=lambda path: int(path.name.partition("-")[2]))
 
 
 def joined(rebuilt: list[Rebuilt]) -> dict[str, Tensor]:
@@ -144,6 +149,8 @@ def salvage(run: Path) -> Path | None:
         known = sum(shard.version for shard in manifest.shards)
     except PacelineError:
         path = None
+    for folder in _folders(run):
+        os.close(durable.hold(folder))
     rebuilt = replay(run)
     meta = rebuilt[0].meta
     if len(rebuilt) != len(meta.assignment) or sum(each.machine.version for each in rebuilt) <= known:

@@ -11,9 +11,11 @@ This is the one file that knows Ray.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ from paceline.runtime.live.hosts import Hosts
 NAMESPACE = "paceline"
 LOOK_S = 0.2
 """How often the driver looks for what Ray has to say."""
+CONNECT_S = 5.0
 END_S = 5.0
 """How long actors have to end by themselves."""
 
@@ -177,7 +180,7 @@ class OnRay:
         for bundle, (role, rank) in enumerate(processes):
             resources = self.wanted.bundles[bundle]
             actor = ray.remote(Place).options(
-                name=f"paceline-{self.run}-{role}-{rank}",
+                name=self._name(role, rank),
                 num_cpus=resources.get("CPU", 0),
                 num_gpus=resources.get("GPU", 0),
                 max_restarts=-1,
@@ -186,6 +189,10 @@ class OnRay:
             self.placed.append(Placed(role, rank, actor.remote()))
         nodes = len(set(ray.util.placement_group_table(self.group)["bundles_to_node_id"].values()))
         hosts.driver.say(f"placed on {nodes} node{'s' if nodes > 1 else ''} of Ray; its actors: paceline-{self.run}-*")
+
+    def _name(self, role: Role, rank: int) -> str:
+        """Of an actor, for Ray's own tools."""
+        return f"paceline-{self.run}-{role}-{rank}"
 
     # Meanwhile.
 
@@ -208,7 +215,8 @@ class OnRay:
         except ActorDiedError as error:
             self._ended(placed, error)
         except RayActorError:
-            self.hosts.driver.say(f"Ray has lost the actor of {placed} and starts it again")
+            if placed.runs:  # while it is not there again Ray says the same of each question
+                self.hosts.driver.say(f"Ray has lost the actor of {placed} and starts it again")
             placed.call, placed.runs = placed.actor.introduce.remote(), False
         except RayError as error:
             self._ended(placed, error)
@@ -231,8 +239,9 @@ class OnRay:
         placed.call = None
         cause = error.cause if isinstance(error, RayTaskError) else error
         why = cause if isinstance(cause, PacelineError) else str(error).strip().splitlines()[-1]
-        if isinstance(cause, ScriptFailed):
-            return  # the driver has heard that from its agent
+        if isinstance(cause, ScriptFailed):  # the driver has said that it did
+            self.hosts.driver.say(f"Ray shows why {placed} failed: the call of {self._name(placed.role, placed.rank)}")
+            return
         if placed.name not in self.hosts.stays:
             kind = ConfigError if isinstance(cause, ConfigError) else RunFailed
             raise kind(f"{placed}: {why}")
@@ -275,13 +284,31 @@ def connect(address: str, working_dir: str | None) -> None:
     if working_dir is not None:
         given["runtime_env"] = {"working_dir": working_dir}
     try:
-        if address != "local":
+        if address == "auto":
+            with contextlib.suppress(ConnectionError):
+                ray.init(address=address, **given)
+                return
+        elif address != "local":
+            check_listens(address)
             ray.init(address=address, **given)
             return
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        if address != "auto":
-            raise RunFailed(f"there is no Ray cluster at {address}: {str(error).strip().splitlines()[0]}") from None
-    ray.init(address="local", include_dashboard=False, **given)
+        ray.init(address="local", include_dashboard=False, **given)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"no Ray cluster ({address}): {str(error).strip().splitlines()[0]}") from None
+
+
+def check_listens(address: str) -> None:
+    """Refuse an address where nobody is: Ray would try it for ever."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--ray-address {address} is neither auto nor local nor HOST:PORT")
+    with socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=CONNECT_S):
+        pass
+
+
+def own_address() -> str:
+    """Where the nodes of the cluster reach this process."""
+    return str(ray.util.get_node_ip_address())
 
 
 def in_words(resources: dict[str, float]) -> str:

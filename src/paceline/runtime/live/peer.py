@@ -134,7 +134,10 @@ class LivePeer:
         if begin.view.number == 1:
             self._take_first_parameters()
         self.values.load()
-        machine = policies.parse(begin.policy).machine("peer", self.rank, self.config.members, self.config.seed)
+        chosen = policies.parse(begin.policy)
+        assert isinstance(chosen, PeerPolicy)
+        assert begin.graph is not None
+        machine = chosen.peer(self.rank, begin.graph, self.config.seed)
         assert isinstance(machine, Peer | Gossip)
         self.machine = machine
         node = Node("peer", self.rank)

@@ -30,6 +30,7 @@ from torch import Tensor
 from paceline import serverless
 from paceline.core.messages import Members, View
 from paceline.core.policy import PeerPolicy
+from paceline.core.topology import Topology
 from paceline.errors import RunFailed
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.servers import Servers
@@ -65,6 +66,8 @@ class Peers:
         """Members that have parameters."""
         self.done: set[Process] = set()
         """Members that have done their iterations."""
+        self.graph: Topology | None = None
+        """As it was when the run began: a file may be written anew."""
         self.before = 0
         """Iterations of the run that this one goes on from."""
         self.bereft_s: float | None = None
@@ -81,6 +84,7 @@ class Peers:
         assert isinstance(policy, PeerPolicy)
         serverless.refuse_servers(policy, plan.servers_asked, plan.slicing)
         serverless.check_live_scenario(policy, plan.cluster, driver.members)
+        self.graph = policy.topology(driver.members.workers)
         if warning := serverless.warning_of(policy, driver.members.workers):
             driver.say(f"warning: {warning}")
         for child in [child for child in driver.children.values() if child.role == "server"]:

@@ -128,7 +128,7 @@ def rebuild(folder: Path, threads: int = 1) -> Rebuilt:
     for segment in segments:
         path = durable.log_path(folder, segment)
         rebuilt.segment, rebuilt.end = segment, 0
-        for entry in durable.read(path):
+        for entry in durable.read(folder, segment):
             rebuilt.take(entry)
             rebuilt.end = entry.end
         if segment != segments[-1] and rebuilt.end != path.stat().st_size:

@@ -23,6 +23,7 @@ from msgspec import Struct
 from paceline.core.deck import Deal, HandAcknowledged, HandRequested, HandReturned, Pass
 from paceline.core.events import ServersChanged
 from paceline.core.messages import Members, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
+from paceline.core.topology import Topology
 from paceline.runtime.live.checkpoint import Shard as Entry
 from paceline.runtime.live.durable import Durable
 from paceline.tensors.assignment import Assignment
@@ -165,6 +166,8 @@ class Begin(Struct, frozen=True, tag=True):
     """What is not trained comes from the checkpoint, for worker 0 too."""
     iteration: int = 0
     """Without servers: the iterations before this run, of the checkpoint it goes on from."""
+    graph: Topology | None = None
+    """Without servers: who sends to whom. It may be in a file, which only the driver's host has."""
 
 
 class Refuse(Struct, frozen=True, tag=True):

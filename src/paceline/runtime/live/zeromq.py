@@ -36,6 +36,7 @@ LINGER_MS = 1000
 """How long what was said last may take to leave, when a connection is closed."""
 NEVER_MS = 3_600_000
 """Until ZeroMQ mends a connection by itself. Its own word for never, -1, hangs the closing of one call in four."""
+POLLIN = int(zmq.POLLIN)
 ZAP = "inproc://zeromq.zap.01"
 DOMAIN = b"paceline"
 
@@ -287,7 +288,7 @@ class Post:
 
 def has_some(socket: zmq.Socket[bytes]) -> bool:
     """Whether there is something to receive."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
 
 def bind(router: zmq.Socket[bytes], host: str, ports: tuple[int, int]) -> int:
