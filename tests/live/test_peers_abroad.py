@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from paceline.core.messages import Members, PeerMessage
 from paceline.core.topology import neighbours
 from paceline.runtime.live import doors
 from paceline.runtime.live.distant import Distant
+from paceline.runtime.live.far import FarLink
 from paceline.runtime.live.peer import LivePeer
 from paceline.runtime.live.wire import Abroad
 from paceline.session import world
@@ -64,6 +68,34 @@ def test_connections_that_break_change_nothing() -> None:
     run = live(breaking(digits(30), every=20), SERIAL, members=Members(3, 0))
     assert run.failures == []
     alone = train_alone("digits-mlp", 3, 30, "sgd:lr=0.1", torch.float32)
+    assert largest_difference(run.parameters, alone) < 1e-5
+
+
+def slowly(work: Callable[[], object], delay_s: float) -> Callable[[], None]:
+    """The same work, parcels of peer 0 taking so long, whatever the driver says meanwhile."""
+
+    def run() -> None:
+        read, say = Distant.read, FarLink.send
+        under_way: deque[tuple[float, Callable[[], None]]] = deque()
+
+        def say_later(link: FarLink, message: bytes, frames: Sequence[memoryview] = ()) -> None:
+            under_way.append((time.monotonic() + delay_s, partial(say, link, message, frames)))
+
+        def deliver_and_read(self: Distant) -> Iterator[PeerMessage]:
+            while under_way and under_way[0][0] <= time.monotonic():
+                under_way.popleft()[1]()
+            return read(self)
+
+        if paceline.init().rank == 0:
+            Distant.read, FarLink.send = deliver_and_read, say_later  # type: ignore[method-assign]
+        work()
+
+    return run
+
+
+def test_who_is_done_is_waited_for_until_all_it_said_was_heard() -> None:
+    run = live(slowly(digits(6), delay_s=0.4), SERIAL, members=Members(3, 0))
+    alone = train_alone("digits-mlp", 3, 6, "sgd:lr=0.1", torch.float32)
     assert largest_difference(run.parameters, alone) < 1e-5
 
 
