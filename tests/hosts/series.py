@@ -3,7 +3,8 @@
     series.py drive FOLDER ADDRESS WORKERS SERVERS POLICY...     on the first host
     series.py take-part FOLDER WORKERS POLICY...                 on every host
 
-SERVERS is 0 for policies without. For each policy the driver leaves a key file in FOLDER, and, at its end, the run's folder.
+SERVERS is 0 for policies without. For each policy the driver leaves a key file in FOLDER, and, at its end, the run's
+folder.
 """
 
 import sys

@@ -37,7 +37,7 @@ class Graph:
     workers: int = 16
     """How many peers."""
     machines: str | None = None
-    """How many peers each machine has, as 4:2:2, for hierarchical graphs."""
+    """How many peers each machine has, as 4:2:2, for hierarchical graphs. In a live run these are the hosts."""
     svg: str | None = None
     """Write the drawing as SVG to this file."""
 
