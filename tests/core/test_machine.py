@@ -69,7 +69,6 @@ EVENTS: list[Event] = [
     PushArrived(0.0, Push(Handle(0, 0, 0, 0, 8))),
     PushRejected(0.0, Push(Handle(0, 0, 0, 0, 8)), "not finite"),
     PullArrived(0.0, Pull(0, 0, 1)),
-    PullRepeated(0.0, Pull(0, 0, 1)),
     ParametersArrived(0.0, Parameters(0, 0, 0, 0, 0, False)),
     GradientReady(0.0, 0, 0, (8, 8)),
     TimerFired(0.0, 1),
@@ -87,6 +86,7 @@ EVENTS: list[Event] = [
     HelloArrived(0.0, Hello(0, 0, 1, 2, 3)),
     OfferArrived(0.0, Offer(Handle(0, 0, 1, 0, 0))),
     ReplyArrived(0.0, Reply(0, 0, 1, None)),
+    PullRepeated(0.0, Pull(0, 0, 1)),
 ]
 
 
