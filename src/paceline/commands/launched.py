@@ -66,7 +66,7 @@ class Part:
         def tell(missing: int) -> None:
             print_plain(f"node {self.number}: still waiting for {count(missing, 'process')} to call paceline.init()")
 
-        self.catch_signals(self.end_now)
+        self.catch_signals(self.rank_gone)
         agent = self.make(self.place.local_size, adopter())
         try:
             write_pid(agent.folder.path / AGENT)
@@ -121,6 +121,14 @@ class Part:
             self.driver.send_signal(signal.SIGTERM)
         signal.signal(signal.SIGALRM, self.end_now)
         signal.alarm(int(GRACE_S) + 2)
+
+    def rank_gone(self, number: int, frame: object) -> None:
+        """The process this agent is a child of has ended: so must the node's others, and the driver is to hear of it."""
+        self.signals += 1
+        for child in list(self.agent.children.values()) if self.agent is not None else ():
+            child.kill()
+        signal.signal(signal.SIGALRM, self.end_now)
+        signal.alarm(int(GRACE_S))
 
     def end_now(self, number: int, frame: object) -> None:
         from paceline.runtime.live.dispatch import Over
