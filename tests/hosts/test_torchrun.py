@@ -75,7 +75,9 @@ def test_ending_torchrun_ends_everything(tmp_path: Path) -> None:
 
 def test_a_failing_script_fails_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
-    script.write_text("import sys, paceline\nif paceline.init().rank == 1:\n    sys.exit(3)\nimport time; time.sleep(60)")
+    script.write_text(
+        "import sys, paceline\nif paceline.init().rank == 1:\n    sys.exit(3)\nimport time; time.sleep(60)"
+    )
     with torchrun(tmp_path, 2, "", [str(script)]) as launched:
         assert launched.end() == 1
         launched.leaves_nothing()
