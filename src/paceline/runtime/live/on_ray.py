@@ -87,21 +87,20 @@ class Place:
         """The public key by which the driver is to know this agent, and its name."""
         return self.keys.public, self.token
 
-    def run(
-        self, address: str, server_key: str, role: Role, rank: int, errand: tuple[str, tuple[str, ...], str]
-    ) -> None:
+    def run(self, address: str, server_key: str, role: Role, rank: int, errand: Errand) -> None:
         """Serve until the run is over."""
-        script, arguments, folder = errand
-        if folder and Path(folder).is_dir():
-            os.chdir(folder)
-        if role == "worker" and not Path(script).is_file():
+        if errand.folder and Path(errand.folder).is_dir():
+            os.chdir(errand.folder)
+        script = Path(errand.script).absolute()
+        if role == "worker" and not script.is_file():
             raise ConfigError(
-                f"there is no script {script!r} on {ray.util.get_node_ip_address()}: name a folder to bring there "
+                f"there is no script {errand.script!r} on {ray.util.get_node_ip_address()}: name a folder to bring there "
                 "(--working-dir), or run from one that all nodes share"
             )
         workers = int(role == "worker")
         offer = Offer(address, server_key, self.keys, self.token, workers, 1 - workers, (rank,) * workers)
-        agent = Agent(offer, script_starter(script, list(arguments), 1, through_driver=True), print_line)
+        starter = script_starter(str(script), list(errand.arguments), 1, through_driver=True)
+        agent = Agent(offer, starter, print_line)
         agent.run()
         if agent.failed:
             raise ScriptFailed(agent.failed)
@@ -226,27 +225,25 @@ class OnRay:
                 self._enrol(placed, *answer)
 
     def _enrol(self, placed: Placed, key: str, token: str) -> None:
-        hosts, errand = self.hosts, self.errand
+        hosts = self.hosts
         hosts.enrol(key, token)
         keys = hosts.meeting.keys
         assert keys is not None
         placed.token, placed.runs = token, True
-        task = (errand.script, errand.arguments, errand.folder)
-        placed.call = placed.actor.run.remote(hosts.address, keys.public, placed.role, placed.rank, task)
+        placed.call = placed.actor.run.remote(hosts.address, keys.public, placed.role, placed.rank, self.errand)
 
     def _ended(self, placed: Placed, error: Exception) -> None:
-        """For good, and not well."""
+        """For good, and not well: without a server, or before all are there, that is the end of the run."""
         placed.call = None
+        driver = self.hosts.driver
         cause = error.cause if isinstance(error, RayTaskError) else error
-        why = cause if isinstance(cause, PacelineError) else str(error).strip().splitlines()[-1]
         if isinstance(cause, ScriptFailed):  # the driver has said that it did
-            self.hosts.driver.say(f"Ray shows why {placed} failed: the call of {self._name(placed.role, placed.rank)}")
+            driver.say(f"Ray shows why {placed} failed: the call of {self._name(placed.role, placed.rank)}")
             return
-        if placed.name not in self.hosts.stays:
-            kind = ConfigError if isinstance(cause, ConfigError) else RunFailed
-            raise kind(f"{placed}: {why}")
-        if not self.hosts.driver.stopping:
-            self.hosts.driver.say(f"the actor of {placed} has ended: {why}")
+        why = f"{placed}: {cause if isinstance(cause, PacelineError) else str(error).strip().splitlines()[-1]}"
+        if not driver.begun or (placed.role == "server" and not driver.asked_to_finish):
+            raise ConfigError(why) if isinstance(cause, ConfigError) else RunFailed(why)
+        driver.say(f"the actor of {why}")
 
     def _let_go(self, placed: Placed) -> None:
         """A worker that has failed and is not started again: let its actor's call fail, where Ray shows it."""
