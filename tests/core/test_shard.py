@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.actions import Answer, Apply
-from paceline.core.events import PullArrived, PushArrived, Restored, ViewChanged
+from paceline.core.actions import Answer, Apply, Park
+from paceline.core.events import PullArrived, PullRepeated, PushArrived, Restored, ViewChanged
 from paceline.core.machine import IllegalEvent, InvariantViolated
 from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
 from paceline.core.policy import CentralPolicy
@@ -221,3 +221,21 @@ class TestRestored:
         with pytest.raises(IllegalEvent, match="it cannot be restored"):
             shard.handle(Restored(0.0, 30, 41))
         assert shard.progress.V == 0
+
+
+def test_an_answer_that_was_lost_with_the_server_is_given_again() -> None:
+    shard = Shard(SSP(staleness=0), 0, Members(2, 1))
+    shard.checks = True
+    shard.handle(ViewChanged(0.0, View(1, ((0, 0), (1, 0)))))
+    first, second = Pull(0, 0, 0), Pull(0, 0, 1)
+    (answer,) = shard.handle(PullArrived(1.0, first))
+    assert shard.handle(PullArrived(2.0, first)) == []  # a copy: its worker may be computing
+    assert shard.handle(PullRepeated(3.0, first)) == [answer]
+    shard.handle(PushArrived(4.0, Push(Handle(0, 0, 0, 0, 8))))
+    assert [type(action) for action in shard.handle(PullRepeated(5.0, second))] == [Park]  # it was not heard before
+    assert shard.handle(PullRepeated(6.0, second)) == []  # parked, and so it stays
+    assert shard.handle(PullRepeated(7.0, first)) == []  # nobody waits for that any more
+    assert shard.handle(PullRepeated(8.0, Pull(1, 1, 0))) == []  # of a life no view has named yet
+    (released,) = (a for a in shard.handle(ViewChanged(9.0, View(2, ((0, 0),)))) if isinstance(a, Answer))
+    (again,) = shard.handle(PullRepeated(10.0, second))
+    assert again.parameters == released.parameters

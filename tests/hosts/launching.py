@@ -34,14 +34,14 @@ class Launched:
     def log(self) -> str:
         return self.log_path.read_text()
 
-    def until(self, happened: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    def until(self, happened: Callable[[], object], what: str, timeout_s: float = 150.0) -> None:
         until = time.monotonic() + timeout_s
         while not happened():
             if time.monotonic() > until or self.process.poll() is not None:
                 raise AssertionError(f"it did not come about that {what}:\n{self.log()}")
             time.sleep(0.05)
 
-    def end(self, timeout_s: float = 90.0) -> int:
+    def end(self, timeout_s: float = 150.0) -> int:
         """Its exit code, once it has ended."""
         try:
             return self.process.wait(timeout_s)

@@ -51,8 +51,8 @@ class Nodes:
     def read(self) -> str:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
-            if line.startswith("> "):
-                return line.removeprefix("> ").strip()
+            if line.startswith(">"):
+                return line.removeprefix(">").strip()
         raise AssertionError("the cluster has ended")
 
     def ask(self, question: str) -> str:

@@ -246,8 +246,14 @@ def test_another_number_of_servers(way: str) -> None:
 
 def tcp_connections() -> Iterator[socket.socket]:
     """Of this process."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:
+            continue
+        with connection, contextlib.suppress(OSError):
             if connection.family == socket.AF_INET and connection.getpeername():
                 yield connection
 

@@ -138,6 +138,9 @@ def test_a_scheduler_is_told_again_where_a_shard_stands(tmp_path: Path, policy: 
     run = driver.run()
     assert killer.kills >= 4
     check(run, tmp_path, 50)
+    if policy == "scheduled":
+        told = [server.rise for server in replay(tmp_path)]
+        assert [(rise.shard, rise.V) for rise in told if rise is not None] == [(0, 50), (1, 50)]
 
 
 def test_with_fsync_it_is_the_same(tmp_path: Path) -> None:

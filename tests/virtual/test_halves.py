@@ -28,9 +28,9 @@ def test_there_and_back(wire: str, dtype: torch.dtype) -> None:
     sent = torch.arange(1000, dtype=dtype).remainder(64).to(travels)
     arrived = torch.full((1000,), -1.0, dtype=dtype)
     ranges = halves.stretches(layout(1000), PART, 256, travels.itemsize)
-    frames = halves.frames_of(halves.cut(sent, ranges))
+    frames = halves.frames_of(halves.cut(sent, ranges, 256, travels.itemsize))
     assert max(frame.nbytes for frame in frames) <= 256
-    halves.fill(halves.cut(arrived, ranges), [memoryview(bytearray(f)) for f in frames], travels)
+    halves.fill(halves.cut(arrived, ranges, 256, travels.itemsize), [memoryview(bytearray(f)) for f in frames], travels)
     for start, stop in PART:
         assert torch.equal(arrived[start:stop], sent[start:stop].to(dtype))
     assert arrived[5] == arrived[6] == arrived[300] == -1, "what is another server's is left alone"
@@ -38,17 +38,18 @@ def test_there_and_back(wire: str, dtype: torch.dtype) -> None:
 
 def test_as_they_are_nothing_is_copied() -> None:
     vector = torch.zeros(100)
-    (frame,) = halves.frames_of(halves.cut(vector, ((10, 20),)))
+    (frame,) = halves.frames_of(halves.cut(vector, ((10, 20),), 1 << 20, 4))
     vector[10] = 7.0
     assert bytes(frame[:4]) == bytes(memoryview(torch.tensor([7.0]).numpy()).cast("B"))
 
 
 @pytest.mark.parametrize("spoil", [lambda f: f[:-1], lambda f: [*f, f[0]], lambda f: [f[0][1:], *f[1:]], lambda f: []])
-def test_wrong_frames_are_refused(spoil) -> None:
-    pieces = halves.cut(torch.ones(600), ((0, 256), (256, 600)))
-    halves.check_frames(halves.frames_of(pieces), pieces, torch.float32)
+def test_wrong_frames_are_refused_and_write_nothing(spoil) -> None:
+    vector, target = torch.ones(600), torch.zeros(600)
+    frames = halves.frames_of(halves.cut(vector, ((0, 600),), 1024, 4))
     with pytest.raises(WrongFrames, match="were to come"):
-        halves.check_frames(spoil(halves.frames_of(pieces)), pieces, torch.float32)
+        halves.fill(halves.cut(target, ((0, 600),), 1024, 4), spoil(frames), torch.float32)
+    assert not target.any()
 
 
 def test_frames_end_where_the_optimizers_pieces_do() -> None:

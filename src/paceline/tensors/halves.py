@@ -59,9 +59,10 @@ def stretches(layout: Layout, part: Part, longest: int, itemsize: int) -> Ranges
     return tuple(found)
 
 
-def cut(vector: Tensor, ranges: Ranges) -> list[Tensor]:
-    """These ranges of a vector, as views."""
-    return [vector[start:stop] for start, stop in ranges]
+def cut(vector: Tensor, ranges: Ranges, longest: int, itemsize: int) -> list[Tensor]:
+    """These ranges of a vector as views that are one frame each, or several where one would be too long."""
+    count = max(1, longest // itemsize)
+    return [piece for start, stop in ranges for piece in vector[start:stop].split(count)]
 
 
 def frames_of(pieces: Sequence[Tensor]) -> list[memoryview]:
@@ -80,7 +81,8 @@ def check_frames(frames: Sequence[memoryview], pieces: Sequence[Tensor], dtype: 
 
 
 def fill(pieces: Sequence[Tensor], frames: Sequence[memoryview], dtype: torch.dtype) -> None:
-    """Write what has travelled as `dtype`, and was checked, into its place."""
+    """Write what has travelled as `dtype` into its place. All frames fit, or nothing is written."""
+    check_frames(frames, pieces, dtype)
     for piece, frame in zip(pieces, frames, strict=True):
         piece.copy_(torch.frombuffer(frame, dtype=dtype))
 

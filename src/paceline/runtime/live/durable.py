@@ -66,7 +66,7 @@ class Durable(Struct, frozen=True):
 
     fsync: bool = False
     """Survive a power failure too: wait for the disk before each answer."""
-    least_bytes: int = 256 << 20
+    least_bytes: int = 64 << 20
     times: int = 4
     """A snapshot is taken when a segment is longer than the larger of `least_bytes` and so many times the shard,"""
     events: int = 10_000

@@ -67,9 +67,10 @@ class FarSegment(Segment):
         leaving = anonymous(layout, self.dtype)
         arriving = leaving if same else anonymous(layout, layout.torch_dtype)
         super().__init__(leaving, None if same else arriving, part, holding.optimizer)
-        ranges = halves.stretches(layout, part, FRAME, self.dtype.itemsize)
-        self.places = halves.cut(arriving, ranges)
-        self.frames = halves.frames_of(halves.cut(leaving, ranges))
+        itemsize = self.dtype.itemsize
+        ranges = halves.stretches(layout, part, FRAME, itemsize)
+        self.places = halves.cut(arriving, ranges, FRAME, itemsize)
+        self.frames = halves.frames_of(halves.cut(leaving, ranges, FRAME, itemsize))
         self.within = find(holding.optimizer.pieces, ranges) if same else None
         """Of each piece: the frame it comes in, and where in it."""
         self.let_frames_go()
@@ -131,6 +132,8 @@ class Receiving:
         """The iteration, and the attempt at it, each asked for last."""
         self.answers: dict[Process, Parameters] = {}
         """What was answered to that, if anything was."""
+        self.unsent: set[Process] = set()
+        """Whose answer found nobody connected: it leaves when somebody is."""
         self.refusals: Counter[bytes] = Counter()
 
     def enrol(self, order: wire.Enrol) -> None:
@@ -184,6 +187,7 @@ class Receiving:
             return
         self.asked[sender] = asked
         self.answers.pop(sender, None)
+        self.unsent.discard(sender)
         self.server.take_pull(pull)
 
     def answer(self, parameters: Parameters) -> None:
@@ -192,7 +196,15 @@ class Receiving:
         self.answers[sender] = parameters
         segment = self.own(sender)
         segment.let_frames_go()
-        self.send(b"%d:%d" % sender, wire.encode(parameters), segment.frames)
+        if self.send(b"%d:%d" % sender, wire.encode(parameters), segment.frames):
+            self.unsent.discard(sender)
+        else:
+            self.unsent.add(sender)
+
+    def catch_up(self) -> None:
+        """Send what could not be sent, to those who are connected by now."""
+        for sender in [each for each in self.unsent if self.listener.connected(b"%d:%d" % each)]:
+            self.answer(self.answers[sender])
 
     def hand_over(self, name: bytes, request: wire.Fetch) -> None:
         """The optimizer's state, as frames."""
@@ -203,9 +215,9 @@ class Receiving:
         frames = [state[at : at + FRAME] for at in range(0, len(state), FRAME)]
         self.send(name, wire.encode(wire.Fetched(request.file, failed)), frames)
 
-    def send(self, name: bytes, message: bytes, frames: Sequence[memoryview]) -> None:
-        # Who is not connected says it again once it is.
-        self.listener.send(name, seal(self.run, self.server.life, message), frames)
+    def send(self, name: bytes, message: bytes, frames: Sequence[memoryview]) -> bool:
+        """False if that worker is not connected right now."""
+        return self.listener.send(name, seal(self.run, self.server.life, message), frames)
 
     def refuse(self, name: bytes, reason: str) -> None:
         self.refusals[name] += 1
@@ -233,6 +245,7 @@ class Receiving:
         for sender in senders:
             self.listener.expel(b"%d:%d" % sender)
             self.senders.discard(sender)
+            self.unsent.discard(sender)
             for kept in (self.newest, self.asked, self.answers):
                 kept.pop(sender, None)
 

@@ -73,6 +73,9 @@ class Reslicing:
             return f"under {policy.name} a scheduler counts on the servers it began with: their number is fixed"
         if self.driver.lasting.how is not None:
             return "the logs of a durable run are those of the servers it began with: their number is fixed"
+        hosts = self.driver.hosts
+        if hosts is not None and hosts.meeting.spread and servers > hosts.places_for_servers:
+            return f"the hosts of this run have places for {hosts.places_for_servers} servers"
         try:
             self._reassigned(servers)
             policy.validate(Members(self.driver.members.workers, servers))

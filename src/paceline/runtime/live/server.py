@@ -106,8 +106,11 @@ class LiveServer(ServerCarrier):
                 self.obey(wire.decode_to_server(order))
             while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
-            if self.receiving is not None and self.receiving.listener in ready:
-                self.receiving.hear()
+            if self.receiving is not None:
+                if self.receiving.listener in ready:
+                    self.receiving.hear()
+                if self.receiving.unsent:
+                    self.receiving.catch_up()
             self.let_go()
             self.tell_status()
             self.tell_standing()
