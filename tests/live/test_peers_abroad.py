@@ -71,15 +71,17 @@ def test_connections_that_break_change_nothing() -> None:
     assert largest_difference(run.parameters, alone) < 1e-5
 
 
-def slowly(work: Callable[[], object], delay_s: float) -> Callable[[], None]:
-    """The same work, parcels of peer 0 taking so long, whatever the driver says meanwhile."""
+def slowly(work: Callable[[], object], after: int, delay_s: float) -> Callable[[], None]:
+    """The same work, but peer 0's parcels, after the first ones, take long: the driver's words overtake them."""
 
     def run() -> None:
-        read, say = Distant.read, FarLink.send
+        read, say, sent = Distant.read, FarLink.send, 0
         under_way: deque[tuple[float, Callable[[], None]]] = deque()
 
         def say_later(link: FarLink, message: bytes, frames: Sequence[memoryview] = ()) -> None:
-            under_way.append((time.monotonic() + delay_s, partial(say, link, message, frames)))
+            nonlocal sent
+            sent += 1
+            under_way.append((time.monotonic() + delay_s * (sent > after), partial(say, link, message, frames)))
 
         def deliver_and_read(self: Distant) -> Iterator[PeerMessage]:
             while under_way and under_way[0][0] <= time.monotonic():
@@ -94,7 +96,7 @@ def slowly(work: Callable[[], object], delay_s: float) -> Callable[[], None]:
 
 
 def test_who_is_done_is_waited_for_until_all_it_said_was_heard() -> None:
-    run = live(slowly(digits(6), delay_s=0.4), SERIAL, members=Members(3, 0))
+    run = live(slowly(digits(6), after=2 * 5, delay_s=0.5), SERIAL, members=Members(3, 0))
     alone = train_alone("digits-mlp", 3, 6, "sgd:lr=0.1", torch.float32)
     assert largest_difference(run.parameters, alone) < 1e-5
 
