@@ -94,8 +94,8 @@ class Place:
         script = Path(errand.script).absolute()
         if role == "worker" and not script.is_file():
             raise ConfigError(
-                f"there is no script {errand.script!r} on {own_address()}: name a folder to bring there (--working-dir), "
-                "or run from one that all nodes share"
+                f"there is no script {errand.script!r} on {own_address()}: name a folder to bring there "
+                "(--working-dir), or run from one that all nodes share"
             )
         workers = int(role == "worker")
         offer = Offer(address, server_key, self.keys, self.token, workers, 1 - workers, (rank,))
