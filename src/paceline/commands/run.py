@@ -202,7 +202,8 @@ class Run(Live):
         plan = super().keep(plan, folder, resume)
         if plan.keeping is not None and plan.keeping.against_loss and plan.members.servers:
             often = f"{on_ray.CHECKPOINT_S:g} s"
-            console.print(f"a checkpoint every {often}: from the last one a lost server goes on (--checkpoint-s)")
+            line = f"a checkpoint every {often}: from the last one a lost server goes on (--checkpoint-s)"
+            console.print(line, soft_wrap=True)
         return plan
 
 

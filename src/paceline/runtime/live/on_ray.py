@@ -240,7 +240,7 @@ class OnRay:
         if isinstance(cause, ScriptFailed):  # the driver has said that it did
             driver.say(f"Ray shows why {placed} failed: the call of {self._name(placed.role, placed.rank)}")
             return
-        why = f"{placed}: {cause if isinstance(cause, PacelineError) else str(error).strip().splitlines()[-1]}"
+        why = f"{placed}: {cause if isinstance(cause, PacelineError) else str(error).splitlines()[-1].strip()}"
         if not driver.begun or (placed.role == "server" and not driver.asked_to_finish):
             raise ConfigError(why) if isinstance(cause, ConfigError) else RunFailed(why)
         driver.say(f"the actor of {why}")
