@@ -123,7 +123,7 @@ class Part:
         signal.alarm(int(GRACE_S) + 2)
 
     def rank_gone(self, number: int, frame: object) -> None:
-        """The process this agent is a child of has ended: so must the node's others, and the driver is to hear of it."""
+        """The process this agent is a child of has ended: so must the node's others, and the driver hears of it."""
         self.signals += 1
         for child in list(self.agent.children.values()) if self.agent is not None else ():
             child.kill()
