@@ -28,7 +28,7 @@ from paceline.commands.host import Host
 from paceline.commands.hosts import Join, Serve
 from paceline.commands.replay import Replay
 from paceline.commands.reproduce import Reproduce
-from paceline.commands.run import Live, Report, Resume, Run, Servers
+from paceline.commands.run import Report, Resume, Run, Servers
 from paceline.commands.tune import Tune
 from paceline.errors import ConfigError, PacelineError
 
@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> int:
     def work() -> int:
         own, script = split_script(arguments)
         command = read(own or ["--help"])
-        if isinstance(command, Live | Join):
+        if isinstance(command, Run | Serve | Host | Join):
             return command.main(script)
         return int(command.main())
 

@@ -148,6 +148,12 @@ class Part:
             self.driver.wait()
 
 
+def parent_gone(number: int, frame: object) -> None:
+    """The kernel says so for each thread the parent has had; to a driver a second SIGTERM would mean: at once."""
+    signal.signal(number, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGTERM)
+
+
 def read_options(text: str) -> Host:
     """The options of a run that `paceline.init()` begins."""
     from paceline.cli import read
@@ -172,7 +178,8 @@ def main(arguments: list[str]) -> int:
     from paceline.runtime.live.process import die_with
     from paceline.runtime.live.rendezvous import read_place
 
-    die_with(int(os.environ.pop("PACELINE_DRIVER")), signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, parent_gone)
+    die_with(int(os.environ.pop("PACELINE_DRIVER")), signal.SIGUSR1)
     place = read_place(os.environ)
     assert place is not None
     part, *script = arguments
