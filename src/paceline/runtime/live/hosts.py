@@ -89,6 +89,8 @@ class Host:
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
+    shards: tuple[int, ...] = ()
+    """Which servers its places are for, if its launcher says."""
     last_code: int = 0
     """With which the last of them that ended has."""
 
@@ -163,6 +165,7 @@ class Hosts:
         self.stays[name] = numbered.stay
         self.lost.pop(name, None)
         host = self.hosts[name] = Host(name, arrive.host, steady, arrive.workers, arrive.servers)
+        host.shards = arrive.ranks if not arrive.workers else ()
         if driver.stopping or driver.asked_to_finish:
             host.say(dispatch.Over("the run is ending", 0))
             return
@@ -272,13 +275,14 @@ class Hosts:
         """Whether the host this worker belongs to is there; if not, it starts it when it is back."""
         return rank in self.home and self.home[rank].name in self.hosts
 
-    def place_server(self) -> Host | None:
-        """A host that has a place for a server, the emptiest first."""
+    def place_server(self, shard: int) -> Host | None:
+        """A host that has a place for this server, the emptiest first."""
 
         def load(host: Host) -> int:
             return sum(child.role == "server" for child in host.children.values())
 
-        free = [host for host in self.hosts.values() if load(host) < host.servers]
+        fit = [host for host in self.hosts.values() if not host.shards or shard in host.shards]
+        free = [host for host in fit if load(host) < host.servers]
         return min(free, key=load, default=None)
 
     @property
