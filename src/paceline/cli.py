@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> int:
     def work() -> int:
         own, script = split_script(arguments)
         command = read(own or ["--help"])
-        if isinstance(command, Run | Serve | Join):
+        if isinstance(command, Run | Serve | Host | Join):
             return command.main(script)
         return int(command.main())
 

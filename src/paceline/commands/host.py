@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from paceline import rundir
 from paceline.api import check_count
 from paceline.commands.hosts import read_ports, warn_insecure
-from paceline.commands.run import Run, check_script
+from paceline.commands.run import Live, check_script
 from paceline.commands.screen import console
 from paceline.errors import ConfigError, PacelineError
 
@@ -35,7 +35,7 @@ LOCKED_S = 20.0
 
 
 @dataclass(kw_only=True)
-class Host(Run):
+class Host(Live):
     """Be one node of a run that torchrun or Slurm has started:
 
     torchrun --nnodes 3 --nproc-per-node 1 -m paceline host --workers 4 SCRIPT.py
@@ -72,7 +72,7 @@ class Host(Run):
             raise ConfigError("paceline host is started by torchrun or srun; on one machine there is paceline run")
         check_script(script, "host")
         check_count("workers", self.workers)
-        check_wire_and_ports(self)
+        check_options(self)
         die_with(os.getppid(), signal.SIGTERM)
         driver = None
         if place.rank == 0:
@@ -102,6 +102,7 @@ class Host(Run):
     def before(self, script: str) -> Path | None:
         """The folder of the run, if the launcher has started it before and there is a checkpoint to go on from."""
         from paceline.runtime.live import checkpoint
+        from paceline.runtime.live.lasting import salvage
         from paceline.runtime.live.rendezvous import FolderThere
 
         self.folder: Path | None = None
@@ -113,6 +114,7 @@ class Host(Run):
             return None
         self.folder = folder
         self.lock(folder)
+        salvage(folder)
         try:
             path, _ = checkpoint.latest(folder / checkpoint.FOLDER)
         except PacelineError:
@@ -163,7 +165,7 @@ class Host(Run):
         from paceline.runtime.live.hosts import Meeting
         from paceline.runtime.live.wire import Abroad
 
-        check_wire_and_ports(self)
+        check_options(self)
         host, here = self.addresses(self.place)
         advertise = self.advertise or here
         first, last = read_ports(self.ports)
@@ -207,7 +209,7 @@ class Host(Run):
         return "0.0.0.0", address_towards(place.master, place.port)
 
 
-def check_wire_and_ports(host: Host) -> None:
+def check_options(host: Host) -> None:
     from paceline.runtime.live.addresses import address_of
     from paceline.tensors.halves import check_wire
 
@@ -217,3 +219,5 @@ def check_wire_and_ports(host: Host) -> None:
         raise ConfigError(f"ports={host.ports} is one port: the driver takes the first, servers need others")
     if host.interface is not None:
         address_of(host.interface)
+    if host.spread_servers and (host.durable or host.durable_fsync):
+        raise ConfigError("--durable keeps its logs on one machine's disk: not with --spread-servers")

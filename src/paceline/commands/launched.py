@@ -123,7 +123,7 @@ class Part:
         signal.alarm(int(GRACE_S) + 2)
 
     def rank_gone(self, number: int, frame: object) -> None:
-        """The process this agent is a child of has ended: so must the node's others, and the driver is to hear of it."""
+        """The process this agent is a child of has ended: so must the node's others, and the driver hears of it."""
         self.signals += 1
         for child in list(self.agent.children.values()) if self.agent is not None else ():
             child.kill()
@@ -146,6 +146,12 @@ class Part:
         if self.driver is not None and self.driver.poll() is None:
             self.driver.terminate()
             self.driver.wait()
+
+
+def parent_gone(number: int, frame: object) -> None:
+    """The kernel says so for each thread the parent has had; to a driver a second SIGTERM would mean: at once."""
+    signal.signal(number, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def read_options(text: str) -> Host:
@@ -172,7 +178,8 @@ def main(arguments: list[str]) -> int:
     from paceline.runtime.live.process import die_with
     from paceline.runtime.live.rendezvous import read_place
 
-    die_with(int(os.environ.pop("PACELINE_DRIVER")), signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, parent_gone)
+    die_with(int(os.environ.pop("PACELINE_DRIVER")), signal.SIGUSR1)
     place = read_place(os.environ)
     assert place is not None
     part, *script = arguments

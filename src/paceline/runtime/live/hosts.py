@@ -174,10 +174,15 @@ class Hosts:
         before = [rank for rank, home in self.home.items() if home.name == name]
         for place in range(arrive.workers):
             rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
+            if not driver.peers.has_place(rank):
+                continue
             self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
+        if arrive.workers and not host.ranks:
+            host.say(dispatch.Over(driver.peers.full, 1))
+            return
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
 
     def _replace(self, rank: int) -> None:
@@ -270,6 +275,13 @@ class Hosts:
 
     def start_worker(self, rank: int, incarnation: int) -> FarChild:
         return self.start(self.home[rank], "worker", rank, incarnation)
+
+    def release(self, child: Child) -> bool:
+        """Do not count on this process any more, however it ends. False if it is on the driver's host."""
+        if not isinstance(child, FarChild):
+            return False
+        child.host.children.pop((child.role, child.rank, child.incarnation), None)
+        return True
 
     def has_home(self, rank: int) -> bool:
         """Whether the host this worker belongs to is there; if not, it starts it when it is back."""
