@@ -38,6 +38,8 @@ NAMESPACE = "paceline"
 LOOK_S = 0.2
 """How often the driver looks for what Ray has to say."""
 CONNECT_S = 5.0
+STORE_BYTES = 80_000_000
+"""Of a cluster that is begun here: next to nothing goes through Ray."""
 END_S = 5.0
 """How long actors have to end by themselves."""
 
@@ -164,8 +166,8 @@ class OnRay:
         if not self.group.wait(timeout_seconds=wanted.timeout_s):
             members = wanted.members
             raise ConfigError(
-                f"Ray found no place for {members.workers} workers and {members.servers} servers within "
-                f"{wanted.timeout_s:g} s: {wanted} asked ({in_words(wanted.worker)} for each worker, "
+                f"Ray found no place for {counted(members.workers, 'worker')} and {counted(members.servers, 'server')} "
+                f"within {wanted.timeout_s:g} s: {wanted} asked ({in_words(wanted.worker)} for each worker, "
                 f"{in_words(wanted.server)} for each server), the cluster has {in_words(ray.cluster_resources())}, "
                 f"{in_words(ray.available_resources())} free now"
             )
@@ -187,7 +189,7 @@ class OnRay:
             )
             self.placed.append(Placed(role, rank, actor.remote()))
         nodes = len(set(ray.util.placement_group_table(self.group)["bundles_to_node_id"].values()))
-        hosts.driver.say(f"placed on {nodes} node{'s' if nodes > 1 else ''} of Ray; its actors: paceline-{self.run}-*")
+        hosts.driver.say(f"placed on {counted(nodes, 'node')} of Ray; its actors: paceline-{self.run}-*")
 
     def _name(self, role: Role, rank: int) -> str:
         """Of an actor, for Ray's own tools."""
@@ -280,6 +282,8 @@ def connect(address: str, working_dir: str | None) -> None:
     given: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.ERROR}
     if working_dir is not None:
         given["runtime_env"] = {"working_dir": working_dir}
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
     try:
         if address == "auto":
             with contextlib.suppress(ConnectionError):
@@ -289,7 +293,7 @@ def connect(address: str, working_dir: str | None) -> None:
             check_listens(address)
             ray.init(address=address, **given)
             return
-        ray.init(address="local", include_dashboard=False, **given)
+        ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES, **given)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"no Ray cluster ({address}): {str(error).strip().splitlines()[0]}") from None
 
@@ -310,6 +314,9 @@ def own_address() -> str:
 
 def in_words(resources: dict[str, float]) -> str:
     """CPUs and GPUs, as 4 CPUs and 1 GPU."""
-    counts = [(resources.get(name, 0), name) for name in ("CPU", "GPU")]
-    named = [f"{count:g} {name}{'' if count == 1 else 's'}" for count, name in counts if count or name == "CPU"]
-    return " and ".join(named)
+    counts = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
+    return " and ".join(counted(count, name) for name, count in counts.items() if count or name == "CPU")
+
+
+def counted(count: float, what: str) -> str:
+    return f"{count:g} {what}{'' if count == 1 else 's'}"
