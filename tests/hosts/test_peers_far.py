@@ -104,8 +104,12 @@ def test_a_peer_is_killed_and_a_host_cut_off_and_both_come_back(tmp_path: Path, 
         agents = [serving.fork(host, f"host{number}", 2, 100_000) for number, host in enumerate(hosts)]
         said_until(serving, "updates")
         ranks = [ranks_of(serving, number) for number in range(3)]
+        too_late = serving.fork(hosts[0], "late", 1, 100)
         os.kill(min(workers_of(agents[1])), signal.SIGKILL)
         said_until(serving, "joined")
+        assert too_late.wait(timeout=60) == 1
+        assert "the graph has places for 6 peers, and all are taken" in serving.log("late")
+        serving.processes.pop()
         hosts[2].cut()
         cut_s = time.monotonic()
         said_until(serving, "given up")

@@ -39,7 +39,7 @@ class Serve(Live):
     advertise: str | None = None
     """The address of this machine that others are to use, if it is not the one it listens on."""
     ports: str | None = None
-    """The ports servers may take, as 7001-7016; any free ones if none."""
+    """The ports servers may take, and peers on each machine, as 7001-7016; any free ones if none."""
     key_file: str = "paceline.key"
     """Where the run's key is written (mode 0600)."""
     insecure: bool = False

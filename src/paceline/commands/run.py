@@ -192,14 +192,17 @@ class Run(Live):
     def placed(self, plan: LivePlan, script: list[str]) -> AbstractContextManager[LivePlan]:
         return on_ray.placed(plan, self.ray, script) if self.on == "ray" else nullcontext(plan)
 
+    def keeping(self, folder: Path, resume: bool = False) -> Keeping:
+        keeping = super().keeping(folder, resume)
+        if self.on == "ray" and self.checkpoint_updates is None and self.checkpoint_s is None:
+            return replace(keeping, every_s=on_ray.CHECKPOINT_S, against_loss=True)
+        return keeping
+
     def keep(self, plan: LivePlan, folder: Path, resume: bool) -> LivePlan:
         plan = super().keep(plan, folder, resume)
-        if self.on == "ray" and plan.keeping is not None and self.checkpoint_updates is None is self.checkpoint_s:
-            console.print(
-                f"a checkpoint every {on_ray.CHECKPOINT_S:g} s: from it a lost server goes on (--checkpoint-s)"
-            )
-            keeping = replace(plan.keeping, every_s=on_ray.CHECKPOINT_S, against_loss=True)
-            plan = replace(plan, keeping=keeping)
+        if plan.keeping is not None and plan.keeping.against_loss and plan.members.servers:
+            often = f"{on_ray.CHECKPOINT_S:g} s"
+            console.print(f"a checkpoint every {often}: from the last one a lost server goes on (--checkpoint-s)")
         return plan
 
 

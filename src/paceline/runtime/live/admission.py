@@ -114,7 +114,7 @@ class Admission:
         driver = self.driver
         assert driver.lead is not None
         if not driver.peers.has_place(described.rank):
-            reason = f"the graph has places for {driver.members.workers} peers, and all are taken"
+            reason = driver.peers.full
         elif described.digest == driver.lead.digest:
             return True
         else:

@@ -20,7 +20,7 @@ class Arrive(Struct, frozen=True, tag=True):
     workers: int
     servers: int
     ranks: tuple[int, ...]
-    """Which workers it is for, if its launcher says; else the driver numbers them."""
+    """Which workers it is for, or which servers if it has no workers, if its launcher says; else the driver does."""
     folder: str
     at: float
     """Its clock."""

@@ -89,6 +89,8 @@ class Host:
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
+    shards: tuple[int, ...] = ()
+    """Which servers its places are for, if its launcher says."""
     last_code: int = 0
     """With which the last of them that ended has."""
 
@@ -163,6 +165,7 @@ class Hosts:
         self.stays[name] = numbered.stay
         self.lost.pop(name, None)
         host = self.hosts[name] = Host(name, arrive.host, steady, arrive.workers, arrive.servers)
+        host.shards = arrive.ranks if not arrive.workers else ()
         if driver.stopping or driver.asked_to_finish:
             host.say(dispatch.Over("the run is ending", 0))
             return
@@ -171,10 +174,15 @@ class Hosts:
         before = [rank for rank, home in self.home.items() if home.name == name]
         for place in range(arrive.workers):
             rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
+            if not driver.peers.has_place(rank):
+                continue
             self._replace(rank)
             host.ranks.append(rank)
             self.home[rank] = host
             driver.start_worker(rank)
+        if arrive.workers and not host.ranks:
+            host.say(dispatch.Over(driver.peers.full, 1))
+            return
         driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
 
     def _replace(self, rank: int) -> None:
@@ -268,17 +276,25 @@ class Hosts:
     def start_worker(self, rank: int, incarnation: int) -> FarChild:
         return self.start(self.home[rank], "worker", rank, incarnation)
 
+    def release(self, child: Child) -> bool:
+        """Do not count on this process any more, however it ends. False if it is on the driver's host."""
+        if not isinstance(child, FarChild):
+            return False
+        child.host.children.pop((child.role, child.rank, child.incarnation), None)
+        return True
+
     def has_home(self, rank: int) -> bool:
         """Whether the host this worker belongs to is there; if not, it starts it when it is back."""
         return rank in self.home and self.home[rank].name in self.hosts
 
-    def place_server(self) -> Host | None:
-        """A host that has a place for a server, the emptiest first."""
+    def place_server(self, shard: int) -> Host | None:
+        """A host that has a place for this server, the emptiest first."""
 
         def load(host: Host) -> int:
             return sum(child.role == "server" for child in host.children.values())
 
-        free = [host for host in self.hosts.values() if load(host) < host.servers]
+        fit = [host for host in self.hosts.values() if not host.shards or shard in host.shards]
+        free = [host for host in fit if load(host) < host.servers]
         return min(free, key=load, default=None)
 
     @property

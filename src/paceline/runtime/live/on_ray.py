@@ -94,11 +94,11 @@ class Place:
         script = Path(errand.script).absolute()
         if role == "worker" and not script.is_file():
             raise ConfigError(
-                f"there is no script {errand.script!r} on {ray.util.get_node_ip_address()}: name a folder to bring there "
+                f"there is no script {errand.script!r} on {own_address()}: name a folder to bring there "
                 "(--working-dir), or run from one that all nodes share"
             )
         workers = int(role == "worker")
-        offer = Offer(address, server_key, self.keys, self.token, workers, 1 - workers, (rank,) * workers)
+        offer = Offer(address, server_key, self.keys, self.token, workers, 1 - workers, (rank,))
         starter = script_starter(str(script), list(errand.arguments), 1, through_driver=True)
         agent = Agent(offer, starter, print_line)
         agent.run()

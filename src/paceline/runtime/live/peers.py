@@ -89,7 +89,8 @@ class Peers:
             driver.say(f"warning: {warning}")
         for child in [child for child in driver.children.values() if child.role == "server"]:
             del driver.children[child.sentinel]
-            driver.waiter.forget(child.sentinel)
+            if driver.hosts is None or not driver.hosts.release(child):
+                driver.waiter.forget(child.sentinel)
             child.kill()
             child.reap()
         driver.members = Members(driver.members.workers, 0)
@@ -145,6 +146,10 @@ class Peers:
     def has_place(self, rank: int) -> bool:
         """Whether the graph has a place for this peer: nobody can be added to it."""
         return not self.active or rank < self.driver.members.workers
+
+    @property
+    def full(self) -> str:
+        return f"the graph has places for {self.driver.members.workers} peers, and all are taken"
 
     def at_work(self, view: View) -> View:
         """The view without those who are done: samples they hold are for others."""

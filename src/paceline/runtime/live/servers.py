@@ -66,7 +66,7 @@ class Servers:
         hosts = self.driver.hosts
         if hosts is None or not hosts.meeting.spread:
             self.driver.adopt(start_server(self.driver.folder.path, shard, self.lives[shard]))
-        elif (host := hosts.place_server()) is not None:
+        elif (host := hosts.place_server(shard)) is not None:
             self.driver.adopt(hosts.start(host, "server", shard, self.lives[shard]))
         else:
             self.homeless.add(shard)
