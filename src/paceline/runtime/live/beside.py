@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from paceline.errors import PacelineError, RunFailed
 from paceline.runtime.live import wire
 from paceline.runtime.live.abroad import key_path
 from paceline.runtime.live.adopting import AGENT, left_path, open_process, pid_path, write_pid
+from paceline.runtime.live.process import die_with
 from paceline.runtime.live.rendezvous import Board, FolderThere, Place
 from paceline.runtime.live.worker import LiveWorker
 
@@ -59,6 +61,7 @@ class Beside:
     def join(self) -> LiveWorker:
         """Start what is to be started here, and come into the run."""
         place = self.place
+        die_with(os.getppid(), signal.SIGTERM)  # as all processes of a run: also when the launcher is killed
         self.note_the_end()
         atexit.register(self.finish)
         script = [sys.argv[0] or "script", *sys.argv[1:]]
