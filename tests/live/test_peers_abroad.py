@@ -134,6 +134,13 @@ def test_a_peer_dies_and_returns(policy: str) -> None:
     assert any(isinstance(action, Apply) for record in back for action in record.actions)
 
 
+def test_on_one_host_a_hierarchical_graph_is_complete() -> None:
+    run = live(digits(10), "hop:graph=hierarchical,order=serial", members=Members(3, 0))
+    assert run.policy == "hop:graph=hierarchical,order=serial,machines=3"
+    alone = train_alone("digits-mlp", 3, 10, "sgd:lr=0.1", torch.float32)
+    assert largest_difference(run.parameters, alone) < 1e-5
+
+
 def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:
     """In vectors: its slots, what came and was not averaged, and a gradient."""
     policy = "hop:graph=ring-based,backup=1,max_gap=2"
