@@ -426,7 +426,7 @@ class Exchange(Struct, frozen=True, tag=True):
     """Why the gradient must not be used, if so. The worker looks while it copies, so all shards agree."""
 
 
-class Staged(Struct, frozen=True, array_like=True, tag=True):
+class Staged(Struct, frozen=True, tag=True):
     """From another host: a frame of the gradient that is being computed (`early.py`)."""
 
     iteration: int
@@ -434,7 +434,7 @@ class Staged(Struct, frozen=True, array_like=True, tag=True):
     frame: int
 
 
-class Commit(Struct, frozen=True, array_like=True, tag=True):
+class Commit(Struct, frozen=True, tag=True):
     """From another host: an exchange whose gradient is in these frames, which are staged, and in those behind it."""
 
     exchange: Exchange
