@@ -322,10 +322,11 @@ def test_what_is_wrong_is_refused_and_the_run_undisturbed(capfd) -> None:
 @pytest.mark.parametrize("when", ["in backward", "before the step", "after it was said"])
 def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, counted: Path) -> None:
     def cut() -> None:
-        connections = list(tcp_connections())
-        assert len(connections) == 2
-        for connection in connections:
+        broken = 0
+        for connection in tcp_connections():
             connection.shutdown(socket.SHUT_RDWR)
+            broken += 1
+        assert broken == 2
 
     def move(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
         mine = step in (2, 4) and session.init().rank == 1
