@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from paceline.core.messages import Handle, Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import wire
+from paceline.runtime.live.early import Ahead
 from paceline.runtime.live.far import FRAME, FarLink, KeyPair
 from paceline.runtime.live.pages import keep_freed
 from paceline.runtime.live.sealing import seal, unseal
@@ -56,6 +58,9 @@ class Cargo:
             self.feedback = halves.ErrorFeedback(layout.numel, layout.torch_dtype, self.dtype)
         self.rounded: dict[Ranges, Handle] = {}
         """The push whose gradient is there, rounded, in each part: what is said again must not be rounded again."""
+        self.leaves_early = self.feedback is None and self.gradient is not self.parameters
+        """Gradients are staged while backward runs, and travel as they are."""
+        self.attempts = count()
 
 
 class FarShard:
@@ -68,6 +73,8 @@ class FarShard:
         self.cargo = cargo
         self.awaited = NOTHING
         """The iteration that was asked for and is not answered yet."""
+        self.answered = NOTHING
+        """The iteration of the last answer over this connection: no other's gradient leaves early."""
         self.part: Ranges = ()
 
     @property
@@ -83,9 +90,21 @@ class FarShard:
         self.places = halves.cut(cargo.parameters, ranges, FRAME, itemsize)
         source = cargo.gradient if cargo.feedback is None else cargo.feedback.rounded
         self.frames = halves.frames_of(halves.cut(source, ranges, FRAME, itemsize))
+        self.ahead = Ahead(cargo.layout, ranges, cargo.attempts) if cargo.leaves_early else None
 
     def reopen(self) -> None:
         self.link.reopen()
+        self.answered = NOTHING
+        if self.ahead is not None:
+            self.ahead.begin()
+
+    def stage(self, index: int, iteration: int) -> None:
+        """A tensor's gradient is in its place: send the frames that are whole by now."""
+        if self.ahead is None or self.answered != iteration:
+            return
+        for number in self.ahead.stage(index):
+            staged = wire.encode(wire.Staged(iteration, self.ahead.attempt, number))
+            self.link.send(seal(self.run, self.life, staged), [self.frames[number]])
 
     def send(self, message: bytes) -> None:
         """Send an encoded `Exchange` or `Fetch`, with the gradient behind it if there is one in it."""
@@ -95,8 +114,10 @@ class FarShard:
             for part in request.messages:
                 if isinstance(part, Pull):
                     self.awaited = part.iteration
-                elif not request.refusal:
-                    frames = self._load(part)
+                else:
+                    frames = () if request.refusal else self._load(part)
+                    if self.ahead is not None and (left := self.ahead.complete(request, frames)) is not None:
+                        message, frames = wire.encode(left[0]), left[1]
         self.link.send(seal(self.run, self.life, message), frames)
 
     def _load(self, push: Push) -> Sequence[memoryview]:
@@ -126,7 +147,7 @@ class FarShard:
                 if self.awaited == NOTHING or message.iteration < self.awaited:
                     return None
                 halves.fill(self.places, received[1], self.cargo.dtype)
-                self.awaited = NOTHING
+                self.awaited, self.answered = NOTHING, message.iteration
             elif not message.error:
                 with (self.cargo.folder / Path(message.file).name).open("wb") as file:
                     file.writelines(received[1])

@@ -52,7 +52,9 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     worker.segments.adopt()
     worker.changes = [tensor._version for tensor in model.tensors]
     if overlap:
-        worker.overlap = Overlap(model.tensors, [entry.name for entry in layout.entries], worker.transfer)
+        names = [entry.name for entry in layout.entries]
+        sending = worker.talk if worker.segments.in_place else None
+        worker.overlap = Overlap(model.tensors, names, worker.transfer, sending)
     if isinstance(worker.machine, SpeculativeWorker):
         if overlap:
             tell_ignored(worker.rank, "overlap=True")

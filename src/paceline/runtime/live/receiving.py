@@ -28,6 +28,7 @@ from torch import Tensor
 from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import wire
+from paceline.runtime.live.early import Kept
 from paceline.runtime.live.far import FRAME, FarListener, KeyPair, make_keys
 from paceline.runtime.live.holding import Holding
 from paceline.runtime.live.mapped import Segment
@@ -73,6 +74,8 @@ class FarSegment(Segment):
         self.frames = halves.frames_of(halves.cut(leaving, ranges, FRAME, itemsize))
         self.within = find(holding.optimizer.pieces, ranges) if same else None
         """Of each piece: the frame it comes in, and where in it."""
+        self.kept = Kept(self.places, self.dtype)
+        """What has come of a gradient that is still being computed."""
         self.let_frames_go()
 
     def take(self, frames: Sequence[memoryview]) -> None:
@@ -151,18 +154,43 @@ class Receiving:
             sealed = unseal(message)
             if (sealed.run, sealed.life) != (self.run, self.server.life):
                 raise Refused("it was for another run, or for another life of this server")
-            request = wire.decode_to_shard(sealed.message)
+            request = wire.decode_from_afar(sealed.message)
             if isinstance(request, wire.Fetch):
                 self.hand_over(name, request)
                 return
             sender = process_of(name)
-            for part in request.messages:
+            if isinstance(request, wire.Staged):
+                self.stage(sender, request, frames)
+                return
+            exchange = request.exchange if isinstance(request, wire.Commit) else request
+            for part in exchange.messages:
                 if sender != sender_of(part):
                     raise Refused(f"it speaks as worker {sender_of(part)}")
             self.senders.add(sender)
-            self.exchange(sender, request, frames)
+            if isinstance(request, wire.Commit):
+                self.commit(sender, request, frames)
+            else:
+                self.exchange(sender, exchange, frames)
         except (*wire.BAD_MESSAGE, halves.WrongFrames, Refused) as error:
             self.refuse(name, str(error))
+
+    def stage(self, sender: Process, staged: wire.Staged, frames: Sequence[memoryview]) -> None:
+        """A frame of the gradient that this worker computes on what it was answered last."""
+        if staged.iteration <= self.newest.get(sender, -1):
+            return  # over a connection that broke, and what was sent in its place is here
+        answer = self.answers.get(sender)
+        if answer is None or answer.iteration != staged.iteration:
+            raise Refused(f"it does not compute iteration {staged.iteration}")
+        self.own(sender).kept.take(staged, frames)
+
+    def commit(self, sender: Process, request: wire.Commit, rest: Sequence[memoryview]) -> None:
+        """An exchange whose gradient has come in part."""
+        exchange = request.exchange
+        push = next((part for part in exchange.messages if isinstance(part, Push)), None)
+        if push is None:
+            raise Refused("it commits without a push")
+        if push.handle.iteration > self.newest.get(sender, -1):  # or the whole exchange was sent in its place
+            self.exchange(sender, exchange, self.own(sender).kept.join(push, request, rest))
 
     def exchange(self, sender: Process, request: wire.Exchange, frames: Sequence[memoryview]) -> None:
         pushes = sum(isinstance(part, Push) for part in request.messages)
@@ -176,6 +204,7 @@ class Receiving:
                 self.pull(sender, part)
             elif part.handle.iteration > self.newest.get(sender, -1):
                 self.newest[sender] = part.handle.iteration
+                segment.kept.clear()
                 if places:
                     segment.take(frames)
                 self.server.take_push(part, request)

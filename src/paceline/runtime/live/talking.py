@@ -8,7 +8,7 @@ hearing it, is told again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +19,7 @@ from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import doors, wire
 from paceline.runtime.live.abroad import Cargo, FarShard, find_keys
+from paceline.runtime.live.early import Ahead
 from paceline.runtime.live.sockets import Link
 from paceline.tensors import state
 from paceline.tensors.assignment import Assignment, size
@@ -96,6 +97,28 @@ class Talk:
                 exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
             self.said[shard] = exchange
         self.outbox.clear()
+
+    def stage(self, index: int) -> None:
+        """With `overlap`: this tensor's gradient is in the segment, and what is whole with it may leave."""
+        ordered = self.worker.ordered
+        if ordered is not None:
+            for link in self.links:
+                if isinstance(link, FarShard):
+                    link.stage(index, ordered.iteration)
+
+    def begin_attempt(self) -> None:
+        """What has left early will not be pushed."""
+        for ahead in self.all_ahead():
+            ahead.begin()
+
+    def end_attempt(self, changed: Iterable[int]) -> None:
+        """What has left early will be pushed, but for these tensors'."""
+        indices = tuple(changed)
+        for ahead in self.all_ahead():
+            ahead.end(indices)
+
+    def all_ahead(self) -> list[Ahead]:
+        return [link.ahead for link in self.links if isinstance(link, FarShard) and link.ahead is not None]
 
     def hear(self, shard: int, timeout_s: float) -> bool:
         """Hear a shard's answer, if it comes within the time; whether it did."""

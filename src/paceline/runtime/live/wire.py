@@ -5,7 +5,7 @@ driver -> worker     Begin, Dealt, Reopened, Hold, Resliced, Refuse, Stop; Told,
 driver -> server     Enrol, Configure, NewView, Checkpoint, Survey, Give, Reslice, Retire, Finish, Planned
 server -> driver     Ready, Status, Due, Saved, Standing, Gave, Undurable, Finished; Ask, for the scheduler
 `paceline servers` -> driver     Want; and back: Outcome
-worker -> server     Exchange: push and pull of one iteration in one message; Fetch
+worker -> server     Exchange: push and pull of one iteration in one message; Fetch; from other hosts Staged, Commit
 server -> worker     the core's Parameters; Fetched
 Between hosts these are in a Sealed (`sealing.py`), with gradients and parameters as frames behind it.
 
@@ -426,6 +426,22 @@ class Exchange(Struct, frozen=True, tag=True):
     """Why the gradient must not be used, if so. The worker looks while it copies, so all shards agree."""
 
 
+class Staged(Struct, frozen=True, tag=True):
+    """From another host: a frame of the gradient that is being computed (`early.py`)."""
+
+    iteration: int
+    attempt: int
+    frame: int
+
+
+class Commit(Struct, frozen=True, tag=True):
+    """From another host: an exchange whose gradient is in these frames, which are staged, and in those behind it."""
+
+    exchange: Exchange
+    attempt: int
+    staged: tuple[int, ...]
+
+
 class Fetch(Struct, frozen=True, tag=True):
     """A worker asks a shard to write its optimizer's state to this file of the run's folder."""
 
@@ -463,6 +479,7 @@ decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 decode_to_shard = msgspec.msgpack.Decoder(Exchange | Fetch).decode
+decode_from_afar = msgspec.msgpack.Decoder(Exchange | Fetch | Staged | Commit).decode
 decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 
