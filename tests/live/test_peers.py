@@ -28,10 +28,10 @@ from paceline.errors import ConfigError, RunFailed
 from paceline.report.peers import apartness
 from paceline.run import Run
 from paceline.runtime.live import checkpoint
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.session import world
 from paceline.tensors import optimizers
 from paceline.training import train

@@ -18,11 +18,11 @@ from paceline.cluster import Fault, load
 from paceline.core.actions import Apply
 from paceline.core.messages import Members, PeerMessage
 from paceline.core.topology import neighbours
-from paceline.runtime.live import doors
-from paceline.runtime.live.distant import Distant
-from paceline.runtime.live.far import FarLink
-from paceline.runtime.live.peer import LivePeer
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.across import doors
+from paceline.runtime.live.across.far import FarLink
+from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.peer.distant import Distant
+from paceline.runtime.live.peer.peer import LivePeer
 from paceline.session import world
 from tests.live.test_abroad import LOCAL, digits, live
 from tests.live.test_peers import step
