@@ -218,7 +218,7 @@ def test_kill_9_again_and_again_stops_nobody() -> None:
             while not driver.begun or len(driver.peers.holding) < 3:
                 time.sleep(0.005)
             chance.choice(driver.live_workers()).kill()
-        while driver.to_start or len(driver.peers.holding) < 5:
+        while driver.restarting.due or len(driver.peers.holding) < 5:
             time.sleep(0.005)
         driver.interrupts = 1
 

@@ -252,7 +252,7 @@ class OnRay:
         driver, host = self.hosts.driver, self.hosts.hosts.get(placed.name)
         if host is None or host.last_code <= 0 or host.children or placed.role == "server":
             return
-        if any(rank == placed.rank for _, rank in driver.to_start) or driver.striker.due:
+        if any(rank == placed.rank for _, rank in driver.restarting.due) or driver.striker.due:
             return
         host.last_code = 0
         host.say(dispatch.Over("its script has failed", 1))

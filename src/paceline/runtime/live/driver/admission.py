@@ -53,7 +53,7 @@ class Admission:
         workers = driver.live_workers()
         missing = [str(c) for c in workers if (c.rank, c.incarnation) not in self.described]
         driver.watchman.tell_missing(missing)
-        if not workers or missing or driver.to_start or not driver.servers.all_there:
+        if not workers or missing or driver.restarting.due or not driver.servers.all_there:
             return
         if driver.hosts is not None and len(workers) < driver.members.workers:
             return

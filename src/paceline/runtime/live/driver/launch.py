@@ -39,6 +39,7 @@ from paceline.runtime.live.driver.lasting import Lasting
 from paceline.runtime.live.driver.peers import Peers
 from paceline.runtime.live.driver.plan import LivePlan
 from paceline.runtime.live.driver.reslicing import Reslicing
+from paceline.runtime.live.driver.restarting import Restarting
 from paceline.runtime.live.driver.scheduling import Scheduling
 from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.driver.striking import Striker
@@ -49,7 +50,6 @@ from paceline.runtime.live.sockets import Listener, Waiter
 __all__ = ["Driver", "LivePlan"]
 
 TICK_S = 0.2
-RESTART_S, RESTART_MOST_S = 0.5, 30.0
 
 
 class Driver:
@@ -88,9 +88,7 @@ class Driver:
         self.watchman = Watchman(self, plan.care)
         self.decks = Decks(self)
         self.striker = Striker(self, plan.cluster)
-        self.restarts_left = plan.care.restarts
-        self.to_start: list[tuple[float, int]] = []
-        """(when, rank) of workers to be started again."""
+        self.restarting = Restarting(self, plan.care.restarts)
         self.keeper: Keeper | None = None
         self.scheduling: Scheduling | None = None
         """The scheduler, if the policy has one."""
@@ -190,7 +188,7 @@ class Driver:
             self.scheduling.fire_timers()
         self.striker.tick()
         self.reslicing.tick()
-        self._start_due()
+        self.restarting.tick()
         self.servers.tick()
         self.watchman.tick()
         self.peers.tick()
@@ -203,7 +201,7 @@ class Driver:
             self.stop_workers("interrupted")
         if not self.begun:
             self.admission.consider_beginning()
-        deserted = not self.live_workers() and not self.to_start
+        deserted = not self.live_workers() and not self.restarting.due
         if deserted and not self.asked_to_finish and not (self.hosts is not None and self.hosts.may_come_back):
             self._finish()
 
@@ -309,12 +307,7 @@ class Driver:
         if isinstance(child, FarChild) and child.is_lost:
             self.losses.append(f"{child} was lost with {child.host}")
             return
-        if (pause := self.striker.restart_pause(child, code)) is not None and not self.stopping:
-            self.say(f"{child} {how(code)}, as the scenario says; starting it again in {pause:g} s")
-            self.to_start.append((time.monotonic() + pause, child.rank))
-            return
-        if self.restarts_left and not self.stopping:
-            self._restart_later(child, code)
+        if self.restarting.take(child, code):
             return
         (self.failures if code > 0 else self.losses).append(f"{child} {how(code)}")
         self.refused += code == 2
@@ -322,20 +315,6 @@ class Driver:
             raise RunFailed(f"{child} {how(code)}, and the run is to end then")
         others = len(self.live_workers())
         self.say(f"{child} {how(code)}; {others} other{' goes' if others == 1 else 's go'} on")
-
-    def _restart_later(self, child: Child, code: int) -> None:
-        """Start the rank again after a pause that doubles with each of its lives."""
-        self.restarts_left -= 1
-        pause = min(RESTART_S * 2**child.incarnation, RESTART_MOST_S)
-        self.say(f"{child} {how(code)}; starting it again in {pause:g} s ({self.restarts_left} restarts left)")
-        self.to_start.append((time.monotonic() + pause, child.rank))
-
-    def _start_due(self) -> None:
-        due = [entry for entry in self.to_start if entry[0] <= time.monotonic() or self.stopping]
-        for entry in due:
-            self.to_start.remove(entry)
-            if not self.stopping and (self.hosts is None or self.hosts.has_home(entry[1])):
-                self.start_worker(entry[1])
 
     def remove(self, rank: int, incarnation: int) -> bool:
         """Take a worker out of the membership, if it is in. Whether it was."""
