@@ -218,6 +218,15 @@ def takes_gradients_away(module: nn.Module, opt: paceline.Optimizer, step: int) 
     opt.step()
 
 
+def drops_one(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
+    """After it was sent, on one worker only: in the mean it is zero there."""
+    opt.zero_grad()
+    module(noise(step)).pow(2).sum().backward()
+    if session.init().rank == 1:
+        module[2][0].weight.grad = None
+    opt.step()
+
+
 def sets_a_gradient(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
     """Of one tensor, which backward does not reach. At step 3 all are left from the last."""
     if step == 3:
@@ -230,7 +239,7 @@ def sets_a_gradient(module: nn.Module, opt: paceline.Optimizer, step: int) -> No
 
 
 @pytest.mark.parametrize(
-    "move", [fails_midway, skips, not_finite, goes_back_twice, takes_gradients_away, sets_a_gradient]
+    "move", [fails_midway, skips, not_finite, goes_back_twice, takes_gradients_away, drops_one, sets_a_gradient]
 )
 def test_what_is_not_pushed_counts_nowhere(move: Move, counted: Path) -> None:
     without = train(move, False)
