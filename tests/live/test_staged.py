@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import paceline
 from paceline import session
+from paceline.cluster import Cluster, Resize, load
 from paceline.core.events import Restored
 from paceline.core.messages import Handle, Members, Pull, Push
 from paceline.run import Run
@@ -362,18 +364,36 @@ def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, count
     assert totals(counted)[1] > 0
 
 
-def test_a_killed_server_comes_back_and_is_sent_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before backward", "in backward", "any time"])
+def test_a_killed_server_comes_back_and_is_sent_everything(when: str, tmp_path: Path) -> None:
+    """Workers hear of its next life, in which it knows of no frame, at the worst moments there are, or when they do."""
+
+    def await_next_life() -> None:
+        worker = session.init().live
+        (tmp_path / f"waits-{worker.rank}").touch()
+        while worker.talk.doors[1].life == 0:
+            worker.await_driver()
+
     def work() -> None:
         module = model()
         opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.001), model=module, overlap=True)
-        while opt.global_step < 200:
-            plain(module, opt, opt.global_step)
+        while (step := opt.global_step) < 100:
+            opt.zero_grad()
+            if step == 50 and when == "before backward":
+                await_next_life()
+            hidden = module[1](module[0](noise(step)))
+            if step == 50 and when == "in backward":
+                hidden.register_hook(lambda gradient: await_next_life())
+            module[2](hidden).pow(2).sum().backward()
+            opt.step()
             paceline.log(loss=0.0)
 
     driver = driver_of(far(work), members=Members(2, 2), keeping=Keeping(tmp_path, every_updates=20))
 
     def kill() -> None:
         while driver.keeper is None or driver.keeper.last is None:
+            time.sleep(0.001)
+        while when != "any time" and len(list(tmp_path.glob("waits-*"))) < 2:
             time.sleep(0.001)
         next(c for c in driver.children.values() if c.role == "server" and c.rank == 1).kill()
 
@@ -382,6 +402,22 @@ def test_a_killed_server_comes_back_and_is_sent_everything(tmp_path: Path) -> No
     assert run.replay() == []
     assert [record.node.rank for record in run.trace if isinstance(record.event, Restored)] == [1]
     assert all(torch.isfinite(value).all() for value in run.parameters.values())
+
+
+def test_another_number_of_servers() -> None:
+    def train_with(overlap: bool, cluster: Cluster) -> Run:
+        def work() -> None:
+            module = model()
+            opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.01), model=module, overlap=overlap)
+            for step in range(40):
+                plain(module, opt, step)
+
+        return live(far(work), members=Members(2, 2), cluster=cluster)
+
+    changing = replace(load("steady:compute_s=0.004"), resizes=(Resize(3, at_iteration=10), Resize(1, at_iteration=20)))
+    run = train_with(True, changing)
+    assert [(each.before, each.after) for each in run.server_changes] == [(2, 3), (3, 1)]
+    assert_equal(train_with(False, load("steady:compute_s=0")), run)
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "float16"])
