@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -250,6 +251,20 @@ def test_what_is_not_pushed_counts_nowhere(move: Move, counted: Path) -> None:
     assert 0 < named <= staged
     assert named < staged or move is sets_a_gradient
     assert most <= frames_in_all()
+
+
+def test_a_backward_in_another_thread_sends_nothing_early(counted: Path) -> None:
+    """Sockets are the stepping thread's."""
+
+    def move(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
+        opt.zero_grad()
+        thread = threading.Thread(target=module(noise(step)).pow(2).sum().backward)
+        thread.start()
+        thread.join()
+        opt.step()
+
+    assert_equal(train(plain, False), train(move, True))
+    assert totals(counted)[:2] == (0, 0)
 
 
 def test_a_frame_torn_by_the_next_backward_is_not_used(counted: Path) -> None:
