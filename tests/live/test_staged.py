@@ -58,6 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def count_named(self: Receiving, sender, request, rest) -> None:
         commit(self, sender, request, rest)
         counts["named"] += len(request.staged)
+        assert not self.own(sender).kept.frames, "they are the gradient's now"
 
     def leave(self: Receiving) -> None:
         folder = tmp_path / "counts"
@@ -345,7 +346,7 @@ def test_what_is_wrong_is_refused_and_the_run_undisturbed(capfd) -> None:
     assert told.count("refused 28 messages of b'1:0'") == 2, told
 
 
-@pytest.mark.parametrize("when", ["in backward", "before the step", "after it was said"])
+@pytest.mark.parametrize("when", ["in backward", "before the state is fetched", "before the step", "after it was said"])
 def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, counted: Path) -> None:
     def cut() -> None:
         broken = 0
@@ -358,11 +359,13 @@ def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, count
         mine = step in (2, 4) and session.init().rank == 1
         opt.zero_grad()
         hidden = module[1](module[0](noise(step)))
-        if mine and when == "in backward":
+        if mine and when in ("in backward", "before the state is fetched"):
             hidden.register_hook(lambda gradient: cut())
         module[2](hidden).pow(2).sum().backward()
         if mine and when == "before the step":
             cut()
+        if mine and when == "before the state is fetched":
+            opt.state_dict()  # mends the connection
         if mine and when == "after it was said":
             worker = session.init().live
             flush = worker.talk.flush
