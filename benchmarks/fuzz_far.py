@@ -29,8 +29,11 @@ class Samples:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.refused = self.understood = 0
+        exchange = wire.Exchange((Push(Handle(3, 1, 7, 6, 4_000_000)), Pull(3, 1, 8)), None, (), "")
         self.valid = [
-            wire.encode(wire.Exchange((Push(Handle(3, 1, 7, 6, 4_000_000)), Pull(3, 1, 8)), None, (), "")),
+            wire.encode(exchange),
+            wire.encode(wire.Staged(7, 2, 11)),
+            wire.encode(wire.Commit(exchange, 2, (3, 4, 11))),
             wire.encode(wire.Exchange((Pull(0, 0, 0, 2),), ({"lr": 0.1},), (1, 2, 300), "not finite")),
             wire.encode(wire.Fetch("state-3")),
         ]
@@ -56,7 +59,7 @@ class Samples:
 
     def read(self, message: bytes, frames: Sequence[memoryview]) -> None:
         try:
-            wire.decode_to_shard(message)
+            wire.decode_from_afar(message)
         except wire.BAD_MESSAGE:
             self.refused += 1
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch import nn
 
 import paceline
 from paceline import session
+from paceline.cluster import Cluster, Resize, load
 from paceline.core.events import Restored
 from paceline.core.messages import Handle, Members, Pull, Push
 from paceline.run import Run
@@ -56,6 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def count_named(self: Receiving, sender, request, rest) -> None:
         commit(self, sender, request, rest)
         counts["named"] += len(request.staged)
+        assert not self.own(sender).kept.frames, "they are the gradient's now"
 
     def leave(self: Receiving) -> None:
         folder = tmp_path / "counts"
@@ -219,6 +223,15 @@ def takes_gradients_away(module: nn.Module, opt: paceline.Optimizer, step: int) 
     opt.step()
 
 
+def drops_one(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
+    """After it was sent, on one worker only: in the mean it is zero there."""
+    opt.zero_grad()
+    module(noise(step)).pow(2).sum().backward()
+    if session.init().rank == 1:
+        module[2][0].weight.grad = None
+    opt.step()
+
+
 def sets_a_gradient(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
     """Of one tensor, which backward does not reach. At step 3 all are left from the last."""
     if step == 3:
@@ -231,7 +244,7 @@ def sets_a_gradient(module: nn.Module, opt: paceline.Optimizer, step: int) -> No
 
 
 @pytest.mark.parametrize(
-    "move", [fails_midway, skips, not_finite, goes_back_twice, takes_gradients_away, sets_a_gradient]
+    "move", [fails_midway, skips, not_finite, goes_back_twice, takes_gradients_away, drops_one, sets_a_gradient]
 )
 def test_what_is_not_pushed_counts_nowhere(move: Move, counted: Path) -> None:
     without = train(move, False)
@@ -240,6 +253,20 @@ def test_what_is_not_pushed_counts_nowhere(move: Move, counted: Path) -> None:
     assert 0 < named <= staged
     assert named < staged or move is sets_a_gradient
     assert most <= frames_in_all()
+
+
+def test_a_backward_in_another_thread_sends_nothing_early(counted: Path) -> None:
+    """Sockets are the stepping thread's."""
+
+    def move(module: nn.Module, opt: paceline.Optimizer, step: int) -> None:
+        opt.zero_grad()
+        thread = threading.Thread(target=module(noise(step)).pow(2).sum().backward)
+        thread.start()
+        thread.join()
+        opt.step()
+
+    assert_equal(train(plain, False), train(move, True))
+    assert totals(counted)[:2] == (0, 0)
 
 
 def test_a_frame_torn_by_the_next_backward_is_not_used(counted: Path) -> None:
@@ -320,7 +347,7 @@ def test_what_is_wrong_is_refused_and_the_run_undisturbed(capfd) -> None:
     assert told.count("refused 28 messages of b'1:0'") == 2, told
 
 
-@pytest.mark.parametrize("when", ["in backward", "before the step", "after it was said"])
+@pytest.mark.parametrize("when", ["in backward", "before the state is fetched", "before the step", "after it was said"])
 def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, counted: Path) -> None:
     def cut() -> None:
         broken = 0
@@ -333,11 +360,13 @@ def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, count
         mine = step in (2, 4) and session.init().rank == 1
         opt.zero_grad()
         hidden = module[1](module[0](noise(step)))
-        if mine and when == "in backward":
+        if mine and when in ("in backward", "before the state is fetched"):
             hidden.register_hook(lambda gradient: cut())
         module[2](hidden).pow(2).sum().backward()
         if mine and when == "before the step":
             cut()
+        if mine and when == "before the state is fetched":
+            opt.state_dict()  # mends the connection
         if mine and when == "after it was said":
             worker = session.init().live
             flush = worker.talk.flush
@@ -354,18 +383,36 @@ def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, count
     assert totals(counted)[1] > 0
 
 
-def test_a_killed_server_comes_back_and_is_sent_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before backward", "in backward", "any time"])
+def test_a_killed_server_comes_back_and_is_sent_everything(when: str, tmp_path: Path) -> None:
+    """Workers hear of its next life, in which it knows of no frame, at the worst moments there are, or when they do."""
+
+    def await_next_life() -> None:
+        worker = session.init().live
+        (tmp_path / f"waits-{worker.rank}").touch()
+        while worker.talk.doors[1].life == 0:
+            worker.await_driver()
+
     def work() -> None:
         module = model()
         opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.001), model=module, overlap=True)
-        while opt.global_step < 200:
-            plain(module, opt, opt.global_step)
+        while (step := opt.global_step) < 100:
+            opt.zero_grad()
+            if step == 50 and when == "before backward":
+                await_next_life()
+            hidden = module[1](module[0](noise(step)))
+            if step == 50 and when == "in backward":
+                hidden.register_hook(lambda gradient: await_next_life())
+            module[2](hidden).pow(2).sum().backward()
+            opt.step()
             paceline.log(loss=0.0)
 
     driver = driver_of(far(work), members=Members(2, 2), keeping=Keeping(tmp_path, every_updates=20))
 
     def kill() -> None:
         while driver.keeper is None or driver.keeper.last is None:
+            time.sleep(0.001)
+        while when != "any time" and len(list(tmp_path.glob("waits-*"))) < 2:
             time.sleep(0.001)
         next(c for c in driver.children.values() if c.role == "server" and c.rank == 1).kill()
 
@@ -374,6 +421,22 @@ def test_a_killed_server_comes_back_and_is_sent_everything(tmp_path: Path) -> No
     assert run.replay() == []
     assert [record.node.rank for record in run.trace if isinstance(record.event, Restored)] == [1]
     assert all(torch.isfinite(value).all() for value in run.parameters.values())
+
+
+def test_another_number_of_servers() -> None:
+    def train_with(overlap: bool, cluster: Cluster) -> Run:
+        def work() -> None:
+            module = model()
+            opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.01), model=module, overlap=overlap)
+            for step in range(40):
+                plain(module, opt, step)
+
+        return live(far(work), members=Members(2, 2), cluster=cluster)
+
+    changing = replace(load("steady:compute_s=0.004"), resizes=(Resize(3, at_iteration=10), Resize(1, at_iteration=20)))
+    run = train_with(True, changing)
+    assert [(each.before, each.after) for each in run.server_changes] == [(2, 3), (3, 1)]
+    assert_equal(train_with(False, load("steady:compute_s=0")), run)
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "float16"])
