@@ -27,9 +27,9 @@ from paceline.runtime.live.across.abroad import FarShard
 from paceline.runtime.live.across.sealing import seal
 from paceline.runtime.live.configuration import Abroad
 from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.early import Ahead, Kept
 from paceline.runtime.live.server import receiving as receiving_side
 from paceline.runtime.live.server.receiving import Receiving
+from paceline.runtime.live.worker.early import Ahead, Kept
 from paceline.tensors.halves import WrongFrames
 from paceline.tensors.layout import Entry, Layout
 from tests.live.test_abroad import driver_of, far, live, meanwhile, my_links, tcp_connections

@@ -22,7 +22,7 @@ from paceline.runtime.live.across.far import FRAME, FarLink, KeyPair
 from paceline.runtime.live.across.pages import keep_freed
 from paceline.runtime.live.across.sealing import seal, unseal
 from paceline.runtime.live.configuration import Door
-from paceline.runtime.live.early import Ahead
+from paceline.runtime.live.worker.early import Ahead
 from paceline.runtime.live.worker.segments import Segments
 from paceline.tensors import halves
 from paceline.tensors.assignment import Ranges

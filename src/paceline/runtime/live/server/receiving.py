@@ -32,9 +32,9 @@ from paceline.runtime.live.across.far import FRAME, FarListener, KeyPair, make_k
 from paceline.runtime.live.across.pages import keep_freed
 from paceline.runtime.live.across.sealing import seal, unseal
 from paceline.runtime.live.configuration import Abroad
-from paceline.runtime.live.early import Kept
 from paceline.runtime.live.server.holding import Holding
 from paceline.runtime.live.server.mapped import Segment
+from paceline.runtime.live.worker.early import Kept
 from paceline.tensors import halves
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.layout import Layout, Piece

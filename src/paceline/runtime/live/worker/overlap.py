@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.runtime.live.early import Sending
+from paceline.runtime.live.worker.early import Sending
 from paceline.runtime.live.worker.staging import Transfer
 
 INSTEAD = "overlap=True has sent it by then: leave overlap out"

@@ -21,8 +21,8 @@ from paceline.runtime.live import wire
 from paceline.runtime.live.across import doors
 from paceline.runtime.live.across.abroad import Cargo, FarShard, find_keys
 from paceline.runtime.live.configuration import Door
-from paceline.runtime.live.early import Ahead
 from paceline.runtime.live.sockets import Link
+from paceline.runtime.live.worker.early import Ahead
 from paceline.tensors import state
 from paceline.tensors.assignment import Assignment, size
 from paceline.tensors.optimizers import Hyper, State
