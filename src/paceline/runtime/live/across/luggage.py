@@ -25,6 +25,10 @@ OF_SHARD = "of-{shard}-{name}"
 OTHERS = "others"
 
 
+class Refused(PacelineError):
+    """A message of another host that is not as it must be."""
+
+
 def from_worker(message: wire.ToDriver, folder: Path) -> list[Path]:
     """What a worker has left for the reader of this message."""
     match message:
@@ -137,9 +141,9 @@ def unpack(folder: Path, name: str, offset: int, size: int, content: bytes | mem
     """Put a piece of a file where it belongs in the folder, and nowhere else. A file appears when it is whole."""
     parts = PurePosixPath(name).parts
     if not parts or len(parts) > 2 or any(part in ("..", "/", "") for part in parts) or len(name) > 200:
-        raise PacelineError(f"a file named {name!r} has no place in a run's folder")
+        raise Refused(f"a file named {name!r} has no place in a run's folder")
     if offset < 0 or offset + len(content) > size:
-        raise PacelineError(f"a piece of {name!r} does not fit: {len(content)} bytes at {offset} of {size}")
+        raise Refused(f"a piece of {name!r} does not fit: {len(content)} bytes at {offset} of {size}")
     path = folder.joinpath(*parts)
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(f".{path.name}.part")

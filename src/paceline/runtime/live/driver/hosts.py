@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from paceline.core.messages import Resync, Role
-from paceline.errors import PacelineError
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.across import dispatch, luggage
 from paceline.runtime.live.across.far import FarListener, KeyPair
+from paceline.runtime.live.across.luggage import Refused
 from paceline.runtime.live.across.steady import Steady
 from paceline.runtime.live.driver.children import Child
 from paceline.tensors.assignment import Ranges
@@ -118,6 +118,8 @@ class Hosts:
         """Where each worker belongs, also while its host is gone."""
         self.lost: dict[bytes, float] = {}
         """Hosts with workers that were given up, and when."""
+        self.tokens: dict[str, str] = {}
+        """The key by which each host that came with the run's key is known."""
         self.number = 0
 
     @property
@@ -135,16 +137,21 @@ class Hosts:
             name, message, frames = received
             try:
                 if name == JOIN and self.meeting.join:
-                    knock = dispatch.decode_knock(message)
-                    self.enrol(knock.key, knock.token)
+                    self._take_knock(dispatch.decode_knock(message))
                 else:
                     self._hear(name, dispatch.decode_numbered(message), frames)
-            except (*wire.BAD_MESSAGE, PacelineError) as error:
+            except (*wire.BAD_MESSAGE, Refused, OSError) as error:
                 print(f"refused a message of {name.decode(errors='replace')}: {error}", file=sys.stderr)
+
+    def _take_knock(self, knock: dispatch.Knock) -> None:
+        """Somebody with the run's key wants to be known by one of his own, and not as somebody else."""
+        if self.tokens.setdefault(knock.token, knock.key) != knock.key:
+            raise Refused("it wants the name of another host")
+        self.enrol(knock.key, knock.token)
 
     def _hear(self, name: bytes, numbered: dispatch.Numbered, frames: list[memoryview]) -> None:
         if self.meeting.keys is None and not name.startswith(b"host:"):
-            raise PacelineError("it is no agent")
+            raise Refused("it is no agent")
         host = self.hosts.get(name)
         message = dispatch.decode_from_agent(numbered.body)
         if host is None or host.steady.stay != numbered.stay:
@@ -173,8 +180,9 @@ class Hosts:
         config = (driver.folder.path / "config").read_bytes()
         host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
         before = [rank for rank, home in self.home.items() if home.name == name]
+        wanted = () if self.meeting.join else arrive.ranks  # who only has the run's key takes nobody's place
         for place in range(arrive.workers):
-            rank = arrive.ranks[place] if place < len(arrive.ranks) else self._free_rank(before)
+            rank = wanted[place] if place < len(wanted) else self._free_rank(before)
             if not driver.peers.has_place(rank):
                 continue
             self._replace(rank)
@@ -207,11 +215,13 @@ class Hosts:
             case dispatch.Ping() | dispatch.Arrive():
                 pass
             case dispatch.Started():
+                if (message.role, message.rank, message.incarnation) not in host.children:
+                    raise Refused(f"{host} has no {message.role} {message.rank}")
                 if message.key:
                     driver.enrolling.enrol(message.rank, message.incarnation, message.key)
             case dispatch.Piece():
                 if not MAY_BRING.fullmatch(message.file):
-                    raise PacelineError(f"an agent may not write a file {message.file!r}")
+                    raise Refused(f"an agent may not write a file {message.file!r}")
                 content = frames[0] if frames else b""
                 luggage.unpack(driver.folder.path, message.file, message.offset, message.size, content)
             case dispatch.Said():
@@ -234,7 +244,7 @@ class Hosts:
         process = (role, *map(int, rest.split(":"))) if re.fullmatch(r"(worker:\d+:\d+|server:\d+)", said.by) else ()
         there = {(child.role, child.rank, child.incarnation)[: len(process)] for child in host.children.values()}
         if process not in there:
-            raise PacelineError(f"{said.by!r} is no process of {host}")
+            raise Refused(f"{said.by!r} is no process of {host}")
         message = wire.decode_to_driver(said.message)
         claimed = (getattr(message, "rank", None), getattr(message, "shard", None))
         if not isinstance(message, wire.Without) and claimed not in (
@@ -242,7 +252,7 @@ class Hosts:
             (None, process[1]),
             (None, None),
         ):
-            raise PacelineError(f"{said.by!r} spoke as another process")
+            raise Refused(f"{said.by!r} spoke as another process")
         folder = self.driver.folder.path
         match message:
             case wire.Saved() if self.driver.keeper is not None and self.driver.keeper.under_way is not None:
