@@ -1,10 +1,10 @@
-# Three commands: `make demo` shows it, `make test` tests it, `make check` adds lint and types.
+# `make demo` shows it, `make test` tests it, `make check` adds lint and types, `make test-all` the long tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test test-all check clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ test: setup
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(WATCHFUL:%=--ignore=%)
 	$(BIN)/python -m pytest $(WATCHFUL)
+
+# With those that take minutes: faults over several hosts, each policy over three, nodes lost under Ray and torchrun.
+test-all: test
+	$(BIN)/python -m pytest -m long
 
 check: setup
 	$(BIN)/ruff check .

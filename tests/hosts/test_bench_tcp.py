@@ -47,16 +47,19 @@ def carried(who: str, transport: str, wire: str = "float32") -> int:
     return int(printed.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["paceline", "rpc"])
 def test_everything_travels_with_tcp_and_nothing_with_shared_memory(who: str) -> None:
     assert NEEDED < carried(who, "tcp") < 1.3 * NEEDED
     assert carried(who, "shm") < 0.1 * NEEDED
 
 
+@pytest.mark.long
 def test_bfloat16_is_half_of_it() -> None:
     assert NEEDED / 2 < carried("paceline", "tcp", "bfloat16") < 0.65 * NEEDED
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not peers.has_ray(), reason="ray is not installed")
 def test_ray_with_two_nodes_goes_over_tcp() -> None:
     assert carried("ray", "tcp") > NEEDED

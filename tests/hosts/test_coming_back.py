@@ -73,6 +73,7 @@ def interrupt(serving: Serving) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_a_cut_that_nobody_notices_changes_nothing(tmp_path: Path) -> None:
     """Shorter than the detection time: TCP sends again what was lost, and BSP is what it is in one process."""
     with served(tmp_path, (1, 1), "--policy", "bsp", *PACED, iterations=ITERATIONS) as (hosts, serving):
@@ -88,6 +89,7 @@ def test_a_cut_that_nobody_notices_changes_nothing(tmp_path: Path) -> None:
     assert largest_difference(run.parameters, alone) < 1e-5
 
 
+@pytest.mark.long
 def test_a_slow_and_lossy_line_changes_nothing_but_the_time(tmp_path: Path) -> None:
     with served(tmp_path, (1, 1), "--policy", "bsp", iterations=ITERATIONS) as (hosts, serving):
         hosts[2].slow(delay_ms=5, rate_mbit=50, loss=0.02, seed=0)
@@ -98,6 +100,7 @@ def test_a_slow_and_lossy_line_changes_nothing_but_the_time(tmp_path: Path) -> N
     assert largest_difference(run.parameters, alone) < 1e-5
 
 
+@pytest.mark.long
 def test_a_frozen_host_comes_back_when_it_thaws(tmp_path: Path) -> None:
     with served(tmp_path, (2, 1), *SSP, iterations=FOREVER) as (hosts, serving):
         until_pushed(serving, 2, 10)
@@ -113,6 +116,7 @@ def test_a_frozen_host_comes_back_when_it_thaws(tmp_path: Path) -> None:
         interrupt(serving)
 
 
+@pytest.mark.long
 def test_all_come_back_when_the_servers_were_cut_off(tmp_path: Path) -> None:
     with served(tmp_path, (1, 1), *SSP, iterations=FOREVER) as (hosts, serving):
         for rank in range(2):

@@ -44,6 +44,7 @@ def lives(run: Run, rank: int) -> set[int]:
     return {record.incarnation for record in run.trace if record.node == ("worker", rank)}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_host_cut_off_for_ten_seconds_comes_back_by_itself(tmp_path: Path) -> None:
     with (
@@ -70,6 +71,7 @@ def test_a_host_cut_off_for_ten_seconds_comes_back_by_itself(tmp_path: Path) -> 
     assert max(pauses) < DETECTED_S + 1.0, "the others go on after the detection time"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_one_run_many_faults(tmp_path: Path) -> None:
     """A worker and a server killed, a slow and lossy line, a host lost for good: the run learns and ends."""

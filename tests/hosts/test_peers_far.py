@@ -47,6 +47,7 @@ def test_complete_standard_serial_equals_single_process_and_two_launchers_share_
 POLICIES = ["hop:graph=hierarchical", "hop:graph=hierarchical-spread,backup=1,max_gap=4", "adpsgd:graph=complete"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_peers_on_three_hosts_train_digits_to_their_target(tmp_path: Path) -> None:
     series = [sys.executable, "-m", "tests.hosts.series"]
@@ -96,6 +97,7 @@ def said_until(serving: Serving, line: str) -> None:
     serving.until(lambda: line in serving.log("serve"), f"it says {line!r}", 120)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("policy", ["hop:graph=hierarchical,staleness=2,max_gap=4", "adpsgd:graph=complete"])
 def test_a_peer_is_killed_and_a_host_cut_off_and_both_come_back(tmp_path: Path, policy: str) -> None:

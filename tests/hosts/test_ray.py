@@ -136,6 +136,7 @@ def test_bsp_over_tcp_equals_single_process(nodes: Nodes, tmp_path: Path) -> Non
     assert "placed on 3 nodes" in said
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_seen_in_ray_and_the_other_goes_on(nodes: Nodes, tmp_path: Path) -> None:
     """The script is brought to the nodes."""
     (tmp_path / "its").mkdir()
@@ -151,6 +152,7 @@ def test_a_script_that_fails_is_seen_in_ray_and_the_other_goes_on(nodes: Nodes, 
     assert "_ray_pkg" in said, "it ran in the folder that Ray has brought"
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
     with OnRay(nodes, tmp_path, str(HERE / "job.py"), "digits-mlp", "sgd:lr=0.1", "32", "1000", size=(2, 1)) as on_ray:
         on_ray.until(lambda: "placed on" in on_ray.said)
@@ -170,6 +172,7 @@ def test_no_room(nodes: Nodes, tmp_path: Path) -> None:
     assert not on_ray.folder.exists()
 
 
+@pytest.mark.long
 def test_a_node_is_lost_and_the_run_ends_at_its_target(nodes: Nodes, tmp_path: Path) -> None:
     """The last with this cluster, which has two nodes from then on."""
     options = ["--policy", "ssp:staleness=3", "--cluster", "steady:compute_s=0.1", "--target", "accuracy=0.85"]

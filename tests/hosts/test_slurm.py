@@ -47,6 +47,7 @@ def test_the_job_script_trains_on_two_nodes(way: str, slurm: dict[str, str], tmp
     assert {record.node.rank for record in run.trace if record.node.role == "worker"} == {0, 1}
 
 
+@pytest.mark.long
 def test_without_rank_0_all_end(slurm: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, SRUN, "--nodes=2", "--ntasks-per-node=1", sys.executable, *job(iterations=100_000)]
     with Launched(command, tmp_path, slurm) as launched:

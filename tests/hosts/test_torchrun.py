@@ -40,6 +40,7 @@ def test_four_ranks_under_bsp_equal_one_process(tmp_path: Path) -> None:
     assert launched.log().count("the run is in run") == 1
 
 
+@pytest.mark.long
 def test_the_target_ends_all_ranks(tmp_path: Path) -> None:
     options = "--servers 2 --policy ssp:staleness=3 --target accuracy=0.85 --dir run"
     with torchrun(tmp_path, 4, options, [str(DIGITS), "--steps", "100000", "--lr", "0.5"]) as launched:
@@ -50,6 +51,7 @@ def test_the_target_ends_all_ranks(tmp_path: Path) -> None:
     assert run.failures == []
 
 
+@pytest.mark.long
 def test_when_a_rank_dies_torchrun_restarts_all_and_the_run_goes_on(tmp_path: Path) -> None:
     options = f"--policy bsp --checkpoint-updates 20 --dir run {SLOW}"
     checkpoints = tmp_path / "run" / checkpoint.FOLDER
@@ -63,6 +65,7 @@ def test_when_a_rank_dies_torchrun_restarts_all_and_the_run_goes_on(tmp_path: Pa
     assert rundir.load(tmp_path / "run").metrics.iterations < 200, "the second attempt did not begin again"
 
 
+@pytest.mark.long
 def test_ending_torchrun_ends_everything(tmp_path: Path) -> None:
     with torchrun(tmp_path, 2, f"--policy bsp --dir run {SLOW}", job(iterations=100_000)) as launched:
         launched.until(lambda: "updates" in launched.log(), "it trains")
@@ -98,6 +101,7 @@ def test_wrong_options_are_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in of_ranks
 
 
+@pytest.mark.long
 def test_on_two_hosts_a_worker_dies_alone(tmp_path: Path) -> None:
     with Hosts(2, share=tmp_path) as hosts:
         processes = []

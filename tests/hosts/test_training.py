@@ -48,6 +48,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_policy_trains_digits_over_three_hosts(tmp_path: Path) -> None:
     series = [sys.executable, str(Path(__file__).parent / "series.py")]

@@ -1,0 +1,47 @@
+"""Files that travel with messages between hosts: whole, and only where they belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.runtime.live.across import luggage
+from paceline.runtime.live.driver.hosts import MAY_BRING
+
+
+@pytest.mark.parametrize("size", [0, 1, luggage.FRAME, luggage.FRAME + 1, 3 * luggage.FRAME])
+def test_a_file_arrives_as_it_left(size: int, tmp_path: Path) -> None:
+    source, there = tmp_path / "source", tmp_path / "there"
+    there.mkdir()
+    source.write_bytes(bytes(index % 251 for index in range(size)))
+    for offset, whole, content in luggage.pieces(source):
+        assert not (there / "trace" / "x").exists(), "a file appears when it is whole"
+        luggage.unpack(there, "trace/x", offset, whole, content)
+    assert (there / "trace" / "x").read_bytes() == source.read_bytes()
+    assert [path.name for path in (there / "trace").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../x", "a/b/c", "..", "x" * 201])
+def test_no_file_outside_the_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(luggage.Refused):
+        luggage.unpack(tmp_path, name, 0, 1, b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_piece_must_fit(tmp_path: Path) -> None:
+    for offset, size in ((-1, 4), (3, 4), (0, 1)):
+        with pytest.raises(luggage.Refused):
+            luggage.unpack(tmp_path, "x", offset, size, b"ab")
+
+
+@pytest.mark.parametrize(
+    "name", ["config", "driver", "nonce", "key-0.0", "worker-0.0", "server-0.0", "lock", "live.json"]
+)
+def test_an_agent_does_not_write_what_is_the_drivers(name: str) -> None:
+    assert MAY_BRING.fullmatch(name) is None
+
+
+@pytest.mark.parametrize("name", ["whole", "others", "buffers-3.1", "final-0.2", "trace/worker-0.0.trace"])
+def test_an_agent_brings_what_its_processes_leave(name: str) -> None:
+    assert MAY_BRING.fullmatch(name)
