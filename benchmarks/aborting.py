@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.actions import Compute
-from paceline.runtime.live.aborting import Aborting
+from paceline.runtime.live.worker.aborting import Aborting
 
 
 def small() -> tuple[nn.Module, Tensor]:

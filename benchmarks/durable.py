@@ -31,13 +31,13 @@ from paceline.core.actions import Apply, Drop
 from paceline.core.events import PushArrived
 from paceline.core.messages import Members
 from paceline.run import Run
-from paceline.runtime.live import durable
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.durable import Durable
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.lasting import joined, replay
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.lasting import joined, replay
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.server import durable
+from paceline.runtime.live.server.durable import Durable
 
 WORKERS = 3
 

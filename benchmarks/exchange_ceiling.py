@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from paceline.runtime.live.staging import copy_and_look
+from paceline.runtime.live.worker.staging import copy_and_look
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import SliceOptimizer, parse
 

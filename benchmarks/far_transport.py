@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from paceline.runtime.live.far import FRAME, FarLink, FarListener, KeyPair, make_keys
+from paceline.runtime.live.across.far import FRAME, FarLink, FarListener, KeyPair, make_keys
 from paceline.runtime.live.sockets import Waiter
 
 MESSAGE = b"x" * 100

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.core.messages import Handle, Pull, Push
 from paceline.runtime.live import wire
-from paceline.runtime.live.far import FarLink, FarListener, make_keys
+from paceline.runtime.live.across.far import FarLink, FarListener, make_keys
 from paceline.runtime.live.sockets import Waiter
 
 BATCH = 1000

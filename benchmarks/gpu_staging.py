@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.runtime.live import cuda, memory
-from paceline.runtime.live.staging import Transfer
+from paceline.runtime.live import memory
+from paceline.runtime.live.worker import cuda
+from paceline.runtime.live.worker.staging import Transfer
 from paceline.tensors.layout import layout_of
 
 SHAPES = {

@@ -28,9 +28,9 @@ from torch import nn
 import paceline
 from paceline import policies
 from paceline.core.messages import Members
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
 
 LAYERS = 10
 SO_MAX_PACING_RATE = 47

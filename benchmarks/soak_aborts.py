@@ -29,9 +29,9 @@ from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 
 WAYS = ("interrupt", "terminate", "kill the driver", "kill a server", "a worker raises", "time limit")
 POLICIES = (

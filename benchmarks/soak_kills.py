@@ -30,9 +30,9 @@ from paceline.core.actions import Apply
 from paceline.core.events import PushArrived
 from paceline.core.messages import Members
 from paceline.run import Run, Target
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.testing.samples import RecordedSampler, lost
 from paceline.workloads.base import Workload
 

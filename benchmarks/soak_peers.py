@@ -31,9 +31,9 @@ from paceline.core.events import OfferArrived, ReplyArrived, UpdateArrived
 from paceline.core.messages import Members
 from paceline.run import Run, Target
 from paceline.runtime.driver import handle_of
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.testing.samples import RecordedSampler, lost
 from paceline.workloads.base import Workload
 

@@ -25,10 +25,10 @@ from paceline.core.actions import Apply, Drop
 from paceline.core.messages import Members
 from paceline.run import Run
 from paceline.runtime.live import wire
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.tensors import optimizers
 from paceline.training import train
 

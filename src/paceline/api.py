@@ -163,9 +163,9 @@ def launch(
     parameters are cut over the servers: "eps", or "key-range" as in ps-lite. Under a policy without servers (hop,
     adpsgd) the processes are peers, each with an optimizer of its own, and the model is their average.
     """
-    from paceline.runtime.live.children import function_starter
-    from paceline.runtime.live.launch import Driver, LivePlan
-    from paceline.runtime.live.watching import Care
+    from paceline.runtime.live.driver.children import function_starter
+    from paceline.runtime.live.driver.launch import Driver, LivePlan
+    from paceline.runtime.live.driver.watching import Care
 
     size = check_live(workers, servers, policy, cluster, slicing, seed)
     plan = LivePlan(

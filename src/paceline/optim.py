@@ -25,7 +25,7 @@ from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import Extras, Hyper, describe, hyper_of, read_extras
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.description import Described
+    from paceline.runtime.live.worker.description import Described
 
 
 def read_options(text: str) -> Extras:
@@ -88,7 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         self.started = time.monotonic()
 
     def _describe(self, model: nn.Module | None) -> Described:
-        from paceline.runtime.live.description import Described
+        from paceline.runtime.live.worker.description import Described
 
         given = dict(model.named_parameters()) if model is not None else {}
         names = {id(tensor): name for name, tensor in given.items()}

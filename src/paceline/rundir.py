@@ -5,7 +5,7 @@ metrics.json         the summary and the history
 trace.jsonl          every event and every decision (core/trace.py)
 model.safetensors    the model's state: `model.load_state_dict(safetensors.torch.load_file(...))`
 average.safetensors  the same with the moving average of the parameters, if one was kept (`ema`)
-durable/             the servers' logs, if they have any: see runtime/live/durable.py
+durable/             the servers' logs, if they have any: see runtime/live/server/durable.py
 checkpoints/         see runtime/live/checkpoint.py
 live.json            while it runs: where its driver listens (`paceline servers DIR N`)
 """

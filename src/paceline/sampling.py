@@ -1,6 +1,7 @@
 """`paceline.Sampler`: the part of the data this worker gets, for a `DataLoader`.
 
-In a live run the driver deals (`core/deck.py`, `runtime/live/hands.py`). In a world of one an epoch is a permutation.
+In a live run the driver deals (`core/deck.py`, `runtime/live/worker/hands.py`). In a world of one an epoch is a
+permutation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run without servers (hop, adpsgd) cannot have, and what should be known of it: asked before it starts.
 
-A live run whose policy is the script's own learns it late; then the driver asks again (`runtime/live/peers.py`).
+A live run whose policy is the script's own learns it late; then the driver asks again (`runtime/live/driver/peers.py`).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.core.policy import Policy
-    from paceline.runtime.live.peer import LivePeer
-    from paceline.runtime.live.worker import LiveWorker
+    from paceline.runtime.live.peer.peer import LivePeer
+    from paceline.runtime.live.worker.worker import LiveWorker
 
 
 class World:
@@ -47,7 +47,7 @@ def init() -> World:
     global _world
     if _world is None:
         if "PACELINE_FOLDER" in os.environ:
-            from paceline.runtime.live.worker import LiveWorker
+            from paceline.runtime.live.worker.worker import LiveWorker
 
             live = LiveWorker.from_environment(os.environ)
             _world = World(live.rank, live.config.members.workers, live)
@@ -60,12 +60,12 @@ def init() -> World:
 
 def _join_launched() -> World:
     """torchrun or Slurm has started this process; if it alone, it is a world of one."""
-    from paceline.runtime.live.rendezvous import read_place
+    from paceline.runtime.live.across.rendezvous import read_place
 
     place = read_place(os.environ)
     if place is None or place.size == 1:
         return World()
-    from paceline.runtime.live.beside import Beside
+    from paceline.runtime.live.across.beside import Beside
 
     return World(place.rank, place.size, Beside(place).join())
 
@@ -77,8 +77,8 @@ def take_part(
     here = init()
     if here.live is None:
         return None
-    from paceline.runtime.live.peer import LivePeer, is_for_peers
-    from paceline.runtime.live.worker import LiveWorker
+    from paceline.runtime.live.peer.peer import LivePeer, is_for_peers
+    from paceline.runtime.live.worker.worker import LiveWorker
 
     if isinstance(here.live, LivePeer):
         raise PacelineError("a worker has one paceline.Optimizer: give it all parameters, in groups if need be")

@@ -11,10 +11,10 @@ from paceline import workloads
 from paceline.api import check_optimizer
 from paceline.commands.hosts import Knocking
 from paceline.core.messages import Members
-from paceline.runtime.live.agent import Agent, Offer, new_token
-from paceline.runtime.live.children import StartWorker, function_starter
-from paceline.runtime.live.far import FarLink, make_keys
-from paceline.runtime.live.keyring import read_key_file
+from paceline.runtime.live.across.agent import Agent, Offer, new_token
+from paceline.runtime.live.across.far import FarLink, make_keys
+from paceline.runtime.live.across.keyring import read_key_file
+from paceline.runtime.live.driver.children import StartWorker, function_starter
 from paceline.training import train
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -23,7 +22,8 @@ class Launched:
     def __init__(self, command: Sequence[str | Path], folder: Path, env: Mapping[str, str] | None = None) -> None:
         self.mark = secrets.token_hex(8)
         self.log_path = folder / f"{self.mark}.log"
-        self.shared_before = shared()
+        self.seen: set[int] = set()
+        """Processes that came of it, as far as they were looked for."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: self.mark}
         with self.log_path.open("w") as file:
             self.process = subprocess.Popen(
@@ -39,14 +39,17 @@ class Launched:
         while not happened():
             if time.monotonic() > until or self.process.poll() is not None:
                 raise AssertionError(f"it did not come about that {what}:\n{self.log()}")
-            time.sleep(0.05)
+            self.processes()
+            time.sleep(0.2)
 
     def end(self, timeout_s: float = 150.0) -> int:
         """Its exit code, once it has ended."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end within {timeout_s:g} s:\n{self.log()}") from None
+        until = time.monotonic() + timeout_s
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < until, f"it did not end within {timeout_s:g} s:\n{self.log()}"
+            self.processes()
+            time.sleep(0.2)
+        return code
 
     def processes(self) -> dict[int, dict[str, str]]:
         """The environment of every process that came of it and is still there, by number."""
@@ -60,7 +63,12 @@ class Launched:
             environment = dict(pair.decode(errors="replace").partition("=")[::2] for pair in pairs if pair)
             if environment.get(MARK) == self.mark and state != "Z":
                 found[int(path.name)] = environment
+        self.seen.update(found)
         return found
+
+    def shared(self) -> list[str]:
+        """Shared memory these processes have."""
+        return [path.name for number in self.seen for path in Path("/dev/shm").glob(f"*paceline-{number}-*")]
 
     def rank(self, rank: int, script: str) -> int:
         """The number of the process that runs the script as this rank of the launcher."""
@@ -73,8 +81,8 @@ class Launched:
     def leaves_nothing(self, timeout_s: float = 10.0) -> None:
         """All processes end, and no shared memory of theirs stays."""
         until = time.monotonic() + timeout_s
-        while (left := self.processes()) or (shared() - self.shared_before):
-            assert time.monotonic() < until, f"left: {sorted(left)}, {shared() - self.shared_before}\n{self.log()}"
+        while (left := self.processes()) or self.shared():
+            assert time.monotonic() < until, f"left: {sorted(left)}, {self.shared()}\n{self.log()}"
             time.sleep(0.1)
 
     def __enter__(self) -> Self:
@@ -87,13 +95,3 @@ class Launched:
             except ProcessLookupError:
                 continue
         self.process.wait(10)
-
-
-def shared() -> set[str]:
-    """Shared memory of processes that are gone."""
-    found = set()
-    for path in Path("/dev/shm").glob("paceline-*"):
-        match = re.match(r"paceline-(\d+)-", path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            found.add(path.name)
-    return found

@@ -14,13 +14,13 @@ from pathlib import Path
 from paceline import rundir
 from paceline.api import check_live
 from paceline.run import Target
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.far import make_keys
-from paceline.runtime.live.hosts import Hosts, Meeting
-from paceline.runtime.live.keyring import KeyFile, write_key_file
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.across.far import make_keys
+from paceline.runtime.live.across.keyring import KeyFile, write_key_file
+from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.hosts import Hosts, Meeting
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from tests.hosts import forks
 
 TARGET = "accuracy=0.95"

@@ -21,7 +21,7 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 from paceline.bench import exchange, peers
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.configuration import Abroad
 def carried():
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split()[1])

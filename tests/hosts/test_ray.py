@@ -33,7 +33,7 @@ def closure():
     loss = model(torch.ones(4, 2)).square().mean()
     loss.backward()
     return loss
-while opt.global_step < 200:
+while opt.global_step < 100:
     opt.step(closure)
     if world.rank == 1 and opt.global_step > 5:
         raise ZeroDivisionError("a bug of the script")
@@ -209,14 +209,14 @@ def test_refusals(options: list[str], line: str, capsys: pytest.CaptureFixture[s
 
 def test_a_node_without_the_script() -> None:
     from paceline.errors import ConfigError
-    from paceline.runtime.live.on_ray import Errand, Place
+    from paceline.runtime.live.across.on_ray import Errand, Place
 
     with pytest.raises(ConfigError, match=r"there is no script 'nowhere.py' on .*--working-dir"):
         Place().run("tcp://127.0.0.1:1", "", "worker", 0, Errand("nowhere.py", (), ""))
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "paceline.runtime.live.on_ray", raising=False)
+    monkeypatch.delitem(sys.modules, "paceline.runtime.live.across.on_ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.run(["run", "--on", "ray", str(HERE / "job.py")]) == 2
     assert capsys.readouterr().err == "paceline: ray is not installed: pip install 'paceline[ray]'\n"

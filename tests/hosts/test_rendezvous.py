@@ -12,9 +12,9 @@ import pytest
 
 from paceline import session
 from paceline.errors import ConfigError, RunFailed
-from paceline.runtime.live.addresses import address_of, address_towards
-from paceline.runtime.live.adopting import Adopted, adopter, left_path, pid_path, write_pid
-from paceline.runtime.live.rendezvous import (
+from paceline.runtime.live.across.addresses import address_of, address_towards
+from paceline.runtime.live.across.adopting import Adopted, adopter, left_path, pid_path, write_pid
+from paceline.runtime.live.across.rendezvous import (
     AgentThere,
     Board,
     DriverThere,

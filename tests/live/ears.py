@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.runtime.live.far import FarLink, FarListener, KeyPair, make_keys
+from paceline.runtime.live.across.far import FarLink, FarListener, KeyPair, make_keys
 from paceline.runtime.live.sockets import Waiter
 
 Heard = tuple[bytes, bytes, list[memoryview]]

@@ -28,9 +28,9 @@ from paceline.core.actions import AbortCompute, Compute, Send
 from paceline.core.events import ComputeAborted, GradientReady, PullArrived, PushArrived
 from paceline.core.messages import Resync, View
 from paceline.runtime.live import bell
-from paceline.runtime.live.aborting import Aborted, Aborting
 from paceline.runtime.live.bell import Bell, Bells
-from paceline.runtime.live.hands import Hands
+from paceline.runtime.live.worker.aborting import Aborted, Aborting
+from paceline.runtime.live.worker.hands import Hands
 
 ITERATION = 3
 

@@ -26,14 +26,15 @@ from paceline.cluster import Resize, load
 from paceline.core.events import Restored
 from paceline.core.messages import Handle, Members, Pull, Push
 from paceline.run import Run
-from paceline.runtime.live import doors, wire
-from paceline.runtime.live.abroad import FarShard
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.sealing import seal
-from paceline.runtime.live.watching import Care
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live import wire
+from paceline.runtime.live.across import doors
+from paceline.runtime.live.across.abroad import FarShard
+from paceline.runtime.live.across.sealing import seal
+from paceline.runtime.live.configuration import Abroad, Door
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
@@ -182,7 +183,7 @@ def test_a_killed_server_comes_back_on_its_port(tmp_path: Path) -> None:
         cluster=load("steady:compute_s=0.005"),
         keeping=Keeping(tmp_path, every_updates=20),
     )
-    before: list[wire.Door] = []
+    before: list[Door] = []
 
     def kill() -> None:
         keeper = driver.keeper

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from paceline.core.messages import Handle, Members, PeerMessage, Token, Update
-from paceline.runtime.live import doors, wire
-from paceline.runtime.live.distant import REOPEN_S
-from paceline.runtime.live.enrolling import leave_keys
-from paceline.runtime.live.far import FarLink
-from paceline.runtime.live.neighbours import Neighbours
-from paceline.runtime.live.slots import Values
+from paceline.runtime.live import wire
+from paceline.runtime.live.across import doors
+from paceline.runtime.live.across.far import FarLink
+from paceline.runtime.live.across.zeromq import make_keys
+from paceline.runtime.live.configuration import Abroad, LiveConfig
+from paceline.runtime.live.driver.enrolling import leave_keys
+from paceline.runtime.live.peer.distant import REOPEN_S
+from paceline.runtime.live.peer.neighbours import Neighbours
+from paceline.runtime.live.peer.slots import Values
 from paceline.runtime.live.sockets import Waiter
-from paceline.runtime.live.zeromq import make_keys
 from paceline.tensors.layout import layout_of
 
 SIZE = 600_000
@@ -29,8 +31,8 @@ class Peer:
     """A peer without a machine."""
 
     def __init__(self, folder: Path, rank: int, way: str = "float32", run: str = "run") -> None:
-        abroad = wire.Abroad("127.0.0.1", "", wire=way)
-        config = wire.LiveConfig(Members(3, 0), 0, None, "", "eps", run=run, abroad=abroad)
+        abroad = Abroad("127.0.0.1", "", wire=way)
+        config = LiveConfig(Members(3, 0), 0, None, "", "eps", run=run, abroad=abroad)
         tensors: list[Tensor] = [torch.zeros(SIZE)]
         layout = layout_of([("a", tensors[0], 0)])
         leave_keys(folder, rank, 0)

@@ -25,13 +25,13 @@ from paceline.core.events import GradientReady, PullRepeated, Restored, TimerFir
 from paceline.core.messages import Handle, Members
 from paceline.errors import ConfigError, PacelineError
 from paceline.run import Run
-from paceline.runtime.live import durable
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.durable import Durable, Kept, Log, Logged
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.lasting import joined, replay, salvage
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.lasting import joined, replay, salvage
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.server import durable
+from paceline.runtime.live.server.durable import Durable, Kept, Log, Logged
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone

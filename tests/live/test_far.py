@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.runtime.live.far import FRAME, FarLink, FarListener, KeyPair, make_keys
+from paceline.runtime.live.across.far import FRAME, FarLink, FarListener, KeyPair, make_keys
 from paceline.runtime.live.sockets import Waiter
 from tests.live.ears import Ear, cut_up
 

@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from benchmarks.fuzz_far import Samples
-from paceline.runtime.live import zeromq
-from paceline.runtime.live.far import FRAME, KeyPair, make_keys
+from paceline.runtime.live.across import zeromq
+from paceline.runtime.live.across.far import FRAME, KeyPair, make_keys
 from tests.live.ears import Ear, cut_up, resident_mb
 
 

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.runtime.live import cuda, memory
-from paceline.runtime.live.aborting import Aborting
-from paceline.runtime.live.slots import Shelf, Values
-from paceline.runtime.live.staging import Transfer
+from paceline.runtime.live import memory
+from paceline.runtime.live.peer.slots import Shelf, Values
+from paceline.runtime.live.worker import cuda
+from paceline.runtime.live.worker.aborting import Aborting
+from paceline.runtime.live.worker.staging import Transfer
 from paceline.tensors.layout import layout_of
 
 from .test_aborting import ITERATION, Alone

@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler
 from paceline.core.messages import Members
 from paceline.runtime.driver import Authority
 from paceline.runtime.live import wire
-from paceline.runtime.live.dealing_out import Decks
-from paceline.runtime.live.hands import FEW_STEPS, MANY_STEPS, PARTS, Hands
+from paceline.runtime.live.driver.dealing_out import Decks
+from paceline.runtime.live.worker.hands import FEW_STEPS, MANY_STEPS, PARTS, Hands
 
 SAMPLER = 0
 

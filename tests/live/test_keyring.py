@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.runtime.live.far import make_keys
-from paceline.runtime.live.keyring import KeyFile, from_text, read_key_file, to_line, write_key_file
+from paceline.runtime.live.across.far import make_keys
+from paceline.runtime.live.across.keyring import KeyFile, from_text, read_key_file, to_line, write_key_file
 
 KEYS = KeyFile("tcp://10.0.0.1:7070", make_keys().public, make_keys())
 

@@ -21,9 +21,9 @@ from paceline.core.events import GradientReady, PushArrived, ViewChanged
 from paceline.core.messages import Members
 from paceline.core.trace import Trace, replay
 from paceline.errors import RunFailed
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone

@@ -15,9 +15,9 @@ import paceline
 from paceline import workloads
 from paceline.dealing import Dealer
 from paceline.errors import PacelineError
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.overlap import Overlap
-from paceline.runtime.live.staging import Transfer
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.worker.overlap import Overlap
+from paceline.runtime.live.worker.staging import Transfer
 from tests.live.lanes import LateLane
 from tests.live.test_recovery import driver_of, last_iterations, meanwhile
 

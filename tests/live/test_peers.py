@@ -28,10 +28,10 @@ from paceline.errors import ConfigError, RunFailed
 from paceline.report.peers import apartness
 from paceline.run import Run
 from paceline.runtime.live import checkpoint
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.session import world
 from paceline.tensors import optimizers
 from paceline.training import train
@@ -218,7 +218,7 @@ def test_kill_9_again_and_again_stops_nobody() -> None:
             while not driver.begun or len(driver.peers.holding) < 3:
                 time.sleep(0.005)
             chance.choice(driver.live_workers()).kill()
-        while driver.to_start or len(driver.peers.holding) < 5:
+        while driver.restarting.due or len(driver.peers.holding) < 5:
             time.sleep(0.005)
         driver.interrupts = 1
 

@@ -18,11 +18,11 @@ from paceline.cluster import Fault, load
 from paceline.core.actions import Apply
 from paceline.core.messages import Members, PeerMessage
 from paceline.core.topology import neighbours
-from paceline.runtime.live import doors
-from paceline.runtime.live.distant import Distant
-from paceline.runtime.live.far import FarLink
-from paceline.runtime.live.peer import LivePeer
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.across import doors
+from paceline.runtime.live.across.far import FarLink
+from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.peer.distant import Distant
+from paceline.runtime.live.peer.peer import LivePeer
 from paceline.session import world
 from tests.live.test_abroad import LOCAL, digits, live
 from tests.live.test_peers import step
@@ -132,6 +132,13 @@ def test_a_peer_dies_and_returns(policy: str) -> None:
     assert run.replay() == []
     back = (r for r in run.trace if r.node == ("peer", 2) and r.incarnation == 1)
     assert any(isinstance(action, Apply) for record in back for action in record.actions)
+
+
+def test_on_one_host_a_hierarchical_graph_is_complete() -> None:
+    run = live(digits(10), "hop:graph=hierarchical,order=serial", members=Members(3, 0))
+    assert run.policy == "hop:graph=hierarchical,order=serial,machines=3"
+    alone = train_alone("digits-mlp", 3, 10, "sgd:lr=0.1", torch.float32)
+    assert largest_difference(run.parameters, alone) < 1e-5
 
 
 def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:

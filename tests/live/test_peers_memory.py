@@ -10,8 +10,8 @@ from torch import nn
 
 import paceline
 from paceline.errors import RunFailed
-from paceline.runtime.live import slots
-from paceline.runtime.live.peer import LivePeer
+from paceline.runtime.live.peer import slots
+from paceline.runtime.live.peer.peer import LivePeer
 
 POLICY = "hop:graph=complete,order=serial"
 

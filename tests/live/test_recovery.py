@@ -24,10 +24,10 @@ from paceline.core.trace import replay
 from paceline.errors import PacelineError, RunFailed
 from paceline.run import Run
 from paceline.runtime.live import checkpoint
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone

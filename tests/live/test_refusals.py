@@ -18,9 +18,9 @@ from paceline.core.events import GradientReady
 from paceline.core.messages import Members
 from paceline.errors import ConfigError, RunFailed
 from paceline.policies import BSP
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 
 
 def model_and_optimizer(**more) -> tuple[nn.Module, paceline.Optimizer]:

@@ -17,9 +17,9 @@ import paceline
 from paceline.core.messages import Members
 from paceline.policies import CentralPolicy
 from paceline.runtime.live import checkpoint
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver
+from paceline.runtime.live.driver.watching import Care
 from tests.live.test_recovery import digits, driver_of, meanwhile
 
 

@@ -21,11 +21,11 @@ from paceline.cluster import Fault, load
 from paceline.core.messages import Members
 from paceline.dealing import permutation
 from paceline.run import Run
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.dealing_out import Table
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.watching import Care
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.dealing_out import Table
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.watching import Care
 from paceline.testing.samples import RecordedSampler, counted, lost
 
 SIZE, BATCH = 240, 8

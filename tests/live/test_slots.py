@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.messages import Handle
-from paceline.runtime.live import slots
-from paceline.runtime.live.slots import Mail, Shelf, Values
+from paceline.runtime.live.peer import slots
+from paceline.runtime.live.peer.slots import Mail, Shelf, Values
 from paceline.tensors.layout import layout_of
 
 SIZE = 5

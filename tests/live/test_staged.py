@@ -21,14 +21,15 @@ from paceline.cluster import Cluster, Resize, load
 from paceline.core.events import Restored
 from paceline.core.messages import Handle, Members, Pull, Push
 from paceline.run import Run
-from paceline.runtime.live import abroad as sending_side
-from paceline.runtime.live import receiving as receiving_side
 from paceline.runtime.live import wire
-from paceline.runtime.live.abroad import FarShard
-from paceline.runtime.live.early import Ahead, Kept
-from paceline.runtime.live.keeping import Keeping
-from paceline.runtime.live.receiving import Receiving
-from paceline.runtime.live.sealing import seal
+from paceline.runtime.live.across import abroad as sending_side
+from paceline.runtime.live.across.abroad import FarShard
+from paceline.runtime.live.across.sealing import seal
+from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.driver.keeping import Keeping
+from paceline.runtime.live.server import receiving as receiving_side
+from paceline.runtime.live.server.receiving import Receiving
+from paceline.runtime.live.worker.early import Ahead, Kept
 from paceline.tensors.halves import WrongFrames
 from paceline.tensors.layout import Entry, Layout
 from tests.live.test_abroad import driver_of, far, live, meanwhile, my_links, tcp_connections
@@ -446,7 +447,7 @@ def test_halves_leave_at_the_step(way: str) -> None:
         plain(module, opt, 0)
         assert [link.ahead for link in my_links()] == [None, None]
 
-    local = wire.Abroad("127.0.0.1", "", (0, 0), wire=way)
+    local = Abroad("127.0.0.1", "", (0, 0), wire=way)
     live(far(work), abroad=local)
 
 

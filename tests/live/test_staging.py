@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.runtime.live import cuda
-from paceline.runtime.live.staging import AT_ONCE, Transfer, write_slice
+from paceline.runtime.live.worker import cuda
+from paceline.runtime.live.worker.staging import AT_ONCE, Transfer, write_slice
 from paceline.tensors.layout import Layout, layout_of
 from tests.live.lanes import LateLane
 

@@ -16,8 +16,8 @@ from paceline.core.trace import Trace
 from paceline.policies import parse
 from paceline.report.html import render
 from paceline.run import Run
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
 
 OF_SERVERS = re.compile(r"shard|worker|server|push|pull|DPR")
 

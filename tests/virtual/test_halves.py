@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.runtime.live.receiving import find
+from paceline.runtime.live.server.receiving import find
 from paceline.tensors import halves, optimizers
 from paceline.tensors.halves import ErrorFeedback, WrongFrames
 from paceline.tensors.layout import Entry, Layout

@@ -21,9 +21,9 @@ from paceline.bench import peers
 from paceline.core.messages import Members
 from paceline.optim import Optimizer
 from paceline.runtime.live import memory
-from paceline.runtime.live.children import function_starter
-from paceline.runtime.live.launch import Driver, LivePlan
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.driver.children import function_starter
+from paceline.runtime.live.driver.launch import Driver, LivePlan
 
 SIZES = {100_000: (100, 1000), 1_000_000: (100, 300), 10_000_000: (10, 50)}
 """Parameters: (exchanges thrown away, exchanges measured)."""

@@ -23,10 +23,10 @@ from paceline.api import launch
 from paceline.core.shard import Shard
 from paceline.core.worker import Worker
 from paceline.optim import Optimizer
-from paceline.runtime.live import staging
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.server import LiveServer
-from paceline.runtime.live.worker import LiveWorker
+from paceline.runtime.live.server.server import LiveServer
+from paceline.runtime.live.worker import staging
+from paceline.runtime.live.worker.worker import LiveWorker
 
 WORKERS = 4
 WARM = 10

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.bench import peers
 from paceline.bench.exchange import Row, counts, measure_paceline
-from paceline.runtime.live.wire import Abroad
+from paceline.runtime.live.configuration import Abroad
 from paceline.tensors import halves
 
 LOOPBACK = "127.0.0.1"

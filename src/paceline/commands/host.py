@@ -25,9 +25,9 @@ from paceline.commands.screen import console
 from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.hosts import Hosts
-    from paceline.runtime.live.launch import LivePlan
-    from paceline.runtime.live.rendezvous import Place
+    from paceline.runtime.live.across.rendezvous import Place
+    from paceline.runtime.live.driver.hosts import Hosts
+    from paceline.runtime.live.driver.launch import LivePlan
 
 GRACE_S = 6.0
 """How long a run whose launcher ends it may take for its last checkpoint, and an agent to hear that it is over."""
@@ -63,9 +63,9 @@ class Host(Live):
     def main(self, script: list[str], resume: Path | None = None) -> int:
         """The node's agent, and beside rank 0 the driver."""
         from paceline.commands.launched import Part
-        from paceline.runtime.live.beside import DRIVE, start_child
+        from paceline.runtime.live.across.beside import DRIVE, start_child
+        from paceline.runtime.live.across.rendezvous import read_place
         from paceline.runtime.live.process import die_with
-        from paceline.runtime.live.rendezvous import read_place
 
         place = read_place(os.environ)
         if place is None:
@@ -89,7 +89,7 @@ class Host(Live):
 
     def drive(self, script: list[str], place: Place, agents: int, workers: int) -> int:
         """Do the run; `workers` in all come with so many agents."""
-        from paceline.runtime.live.rendezvous import Board, DriverThere
+        from paceline.runtime.live.across.rendezvous import Board, DriverThere
 
         self.place, self.agents, self.workers = place, agents, workers
         self.board = Board(place, make=True)
@@ -102,8 +102,8 @@ class Host(Live):
     def before(self, script: str) -> Path | None:
         """The folder of the run, if the launcher has started it before and there is a checkpoint to go on from."""
         from paceline.runtime.live import checkpoint
-        from paceline.runtime.live.lasting import salvage
-        from paceline.runtime.live.rendezvous import FolderThere
+        from paceline.runtime.live.across.rendezvous import FolderThere
+        from paceline.runtime.live.driver.lasting import salvage
 
         self.folder: Path | None = None
         if not self.place.attempt:
@@ -131,7 +131,7 @@ class Host(Live):
         return None
 
     def make_folder(self, script: str) -> Path:
-        from paceline.runtime.live.rendezvous import FolderThere
+        from paceline.runtime.live.across.rendezvous import FolderThere
 
         if self.folder is not None:
             return self.folder  # it was begun, and has no checkpoint
@@ -161,9 +161,9 @@ class Host(Live):
                 return  # a file system without locks
 
     def plan(self, script: list[str]) -> LivePlan:
-        from paceline.runtime.live.far import make_keys
-        from paceline.runtime.live.hosts import Meeting
-        from paceline.runtime.live.wire import Abroad
+        from paceline.runtime.live.across.far import make_keys
+        from paceline.runtime.live.configuration import Abroad
+        from paceline.runtime.live.driver.hosts import Meeting
 
         check_options(self)
         host, here = self.addresses(self.place)
@@ -183,7 +183,7 @@ class Host(Live):
 
     def meet(self, hosts: Hosts) -> None:
         """Learn who will come, then say where to."""
-        from paceline.runtime.live.rendezvous import AgentThere, DriverThere
+        from paceline.runtime.live.across.rendezvous import AgentThere, DriverThere
 
         def still() -> None:
             if hosts.driver.interrupts:
@@ -199,7 +199,7 @@ class Host(Live):
 
     def addresses(self, place: Place) -> tuple[str, str]:
         """Where to listen on this node, and the address the others reach it by."""
-        from paceline.runtime.live.addresses import address_of, address_towards
+        from paceline.runtime.live.across.addresses import address_of, address_towards
 
         if self.interface is not None:
             address = address_of(self.interface)
@@ -210,7 +210,7 @@ class Host(Live):
 
 
 def check_options(host: Host) -> None:
-    from paceline.runtime.live.addresses import address_of
+    from paceline.runtime.live.across.addresses import address_of
     from paceline.tensors.halves import check_wire
 
     check_wire(host.wire)

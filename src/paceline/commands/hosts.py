@@ -15,9 +15,9 @@ from paceline.commands.screen import console, count
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.far import FarLink
-    from paceline.runtime.live.hosts import Hosts
-    from paceline.runtime.live.launch import LivePlan
+    from paceline.runtime.live.across.far import FarLink
+    from paceline.runtime.live.driver.hosts import Hosts
+    from paceline.runtime.live.driver.launch import LivePlan
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 KNOCK_S = 1.0
@@ -53,10 +53,10 @@ class Serve(Live):
         return self.run(["serve"], resume)
 
     def plan(self, script: list[str]) -> LivePlan:
-        from paceline.runtime.live.far import make_keys
-        from paceline.runtime.live.hosts import Meeting
-        from paceline.runtime.live.receiving import routable
-        from paceline.runtime.live.wire import Abroad
+        from paceline.runtime.live.across.far import make_keys
+        from paceline.runtime.live.configuration import Abroad
+        from paceline.runtime.live.driver.hosts import Meeting
+        from paceline.runtime.live.server.receiving import routable
         from paceline.tensors.halves import check_wire
 
         host, port = read_address(self.bind)
@@ -71,7 +71,7 @@ class Serve(Live):
         return replace(super().plan(script), meeting=meeting, abroad=abroad, opened=self.tell_how_to_join)
 
     def tell_how_to_join(self, hosts: Hosts) -> None:
-        from paceline.runtime.live.keyring import KeyFile, write_key_file
+        from paceline.runtime.live.across.keyring import KeyFile, write_key_file
 
         how = f"paceline join {hosts.address}"
         if self.join_keys is None or hosts.meeting.keys is None:
@@ -102,10 +102,10 @@ class Join:
     """Give up when nothing is heard of the run for so long."""
 
     def main(self, script: list[str]) -> int:
-        from paceline.runtime.live.agent import Agent, Offer, new_token
-        from paceline.runtime.live.children import script_starter
-        from paceline.runtime.live.far import FarLink, make_keys
-        from paceline.runtime.live.keyring import read_key_file
+        from paceline.runtime.live.across.agent import Agent, Offer, new_token
+        from paceline.runtime.live.across.far import FarLink, make_keys
+        from paceline.runtime.live.across.keyring import read_key_file
+        from paceline.runtime.live.driver.children import script_starter
 
         check_count("workers", self.workers)
         check_script(script, "join")
@@ -132,7 +132,7 @@ class Knocking:
     """Asks, with the run's key, that this host be known by its own; again until that has come about."""
 
     def __init__(self, link: FarLink, key: str, token: str) -> None:
-        from paceline.runtime.live.dispatch import Knock, encode
+        from paceline.runtime.live.across.dispatch import Knock, encode
 
         self.link = link
         self.message = encode(Knock(key, token))

@@ -23,9 +23,9 @@ from paceline.commands.screen import count
 from paceline.errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.agent import Agent
-    from paceline.runtime.live.children import StartWorker
-    from paceline.runtime.live.rendezvous import Place
+    from paceline.runtime.live.across.agent import Agent
+    from paceline.runtime.live.across.rendezvous import Place
+    from paceline.runtime.live.driver.children import StartWorker
 
 OPTIONS = "PACELINE_OPTIONS"
 """In the environment: the options of a run that `paceline.init()` begins."""
@@ -48,7 +48,7 @@ class Part:
 
     def start_workers(self, script: list[str]) -> int:
         """Run the node's workers; the exit code."""
-        from paceline.runtime.live.children import script_starter
+        from paceline.runtime.live.driver.children import script_starter
 
         self.catch_signals(self.host_signalled)
         workers = self.host.workers
@@ -60,8 +60,8 @@ class Part:
 
     def adopt_ranks(self) -> int:
         """Be the agent of processes that are there; the exit code."""
-        from paceline.runtime.live.adopting import AGENT, adopter, await_ranks, write_pid
-        from paceline.runtime.live.rendezvous import LINE_S, FolderThere
+        from paceline.runtime.live.across.adopting import AGENT, adopter, await_ranks, write_pid
+        from paceline.runtime.live.across.rendezvous import LINE_S, FolderThere
 
         def tell(missing: int) -> None:
             print_plain(f"node {self.number}: still waiting for {count(missing, 'process')} to call paceline.init()")
@@ -80,9 +80,9 @@ class Part:
 
     def make(self, workers: int, start: StartWorker, ranks: range = range(0)) -> Agent:
         """An agent that knows where the driver is, and is known there."""
-        from paceline.runtime.live.agent import Agent, Offer, new_token
-        from paceline.runtime.live.far import make_keys
-        from paceline.runtime.live.rendezvous import AgentThere, Board, DriverThere
+        from paceline.runtime.live.across.agent import Agent, Offer, new_token
+        from paceline.runtime.live.across.far import make_keys
+        from paceline.runtime.live.across.rendezvous import AgentThere, Board, DriverThere
 
         host = self.host
         keys, token = None if host.insecure else make_keys(), new_token()
@@ -131,7 +131,7 @@ class Part:
         signal.alarm(int(GRACE_S))
 
     def end_now(self, number: int, frame: object) -> None:
-        from paceline.runtime.live.dispatch import Over
+        from paceline.runtime.live.across.dispatch import Over
 
         self.signals += 1
         if self.agent is not None:
@@ -174,9 +174,9 @@ def read_options(text: str) -> Host:
 
 def main(arguments: list[str]) -> int:
     """`python -m paceline.commands.launched drive|attend [--host=JSON] SCRIPT ARGUMENTS...`, for paceline itself."""
-    from paceline.runtime.live.beside import DRIVE
+    from paceline.runtime.live.across.beside import DRIVE
+    from paceline.runtime.live.across.rendezvous import read_place
     from paceline.runtime.live.process import die_with
-    from paceline.runtime.live.rendezvous import read_place
 
     signal.signal(signal.SIGUSR1, parent_gone)
     die_with(int(os.environ.pop("PACELINE_DRIVER")), signal.SIGUSR1)

@@ -15,7 +15,7 @@ from paceline.commands.screen import console, count
 from paceline.run import Point, Target
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.launch import Driver
+    from paceline.runtime.live.driver.launch import Driver
 
 PLAIN_EVERY_S = 5.0
 

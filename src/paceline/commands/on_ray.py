@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.launch import LivePlan
-    from paceline.runtime.live.on_ray import Errand, Wanted
+    from paceline.runtime.live.across.on_ray import Errand, Wanted
+    from paceline.runtime.live.driver.launch import LivePlan
 
 INSTALL = "ray is not installed: pip install 'paceline[ray]'"
 CHECKPOINT_S = 10.0
@@ -56,7 +56,7 @@ class RayOptions:
                 raise ConfigError(f"{name}={value:g} is out of range: more than 0")
 
     def wanted(self, plan: LivePlan) -> Wanted:
-        from paceline.runtime.live.on_ray import Wanted
+        from paceline.runtime.live.across.on_ray import Wanted
 
         worker = {"CPU": self.cpus_per_worker}
         if self.gpus_per_worker:
@@ -66,7 +66,7 @@ class RayOptions:
 
     def errand(self, script: list[str]) -> Errand:
         """The script, as it is found on the nodes."""
-        from paceline.runtime.live.on_ray import Errand
+        from paceline.runtime.live.across.on_ray import Errand
 
         path = Path(script[0]).resolve()
         if self.working_dir is None:
@@ -85,17 +85,17 @@ class RayOptions:
 def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[LivePlan]:
     """The plan with its processes on a Ray cluster, for as long as it lasts."""
     from paceline.commands.hosts import read_ports
-    from paceline.runtime.live.far import make_keys
-    from paceline.runtime.live.hosts import Meeting
-    from paceline.runtime.live.receiving import EVERYWHERE
-    from paceline.runtime.live.wire import Abroad
+    from paceline.runtime.live.across.far import make_keys
+    from paceline.runtime.live.configuration import Abroad
+    from paceline.runtime.live.driver.hosts import Meeting
+    from paceline.runtime.live.server.receiving import EVERYWHERE
     from paceline.tensors.halves import check_wire
 
     options.check()
     check_wire(options.wire)
     abroad = Abroad(EVERYWHERE, "", read_ports(options.ports), True, options.wire)
     try:
-        from paceline.runtime.live.on_ray import OnRay, own_address
+        from paceline.runtime.live.across.on_ray import OnRay, own_address
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise

@@ -24,7 +24,7 @@ class Replay:
     """The folder of the run."""
 
     def main(self) -> int:
-        from paceline.runtime.live.lasting import compare, replay
+        from paceline.runtime.live.driver.lasting import compare, replay
 
         folder = Path(self.dir)
         rebuilt = replay(folder)

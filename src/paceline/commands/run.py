@@ -25,8 +25,8 @@ from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
     from paceline.commands.hosts import Serve
-    from paceline.runtime.live.keeping import Keeping
-    from paceline.runtime.live.launch import LivePlan
+    from paceline.runtime.live.driver.keeping import Keeping
+    from paceline.runtime.live.driver.launch import LivePlan
 
 NOT_RESUMED = ("dir", "json", "report", "chrome")
 
@@ -82,7 +82,7 @@ class Live(Outputs):
 
     def carry_out(self, plan: LivePlan, script: list[str], resume: Path | None) -> int:
         """Do the run, and tell what came of it."""
-        from paceline.runtime.live.launch import Driver
+        from paceline.runtime.live.driver.launch import Driver
 
         folder = resume or self.make_folder(script[0])
         plan = self.keep(plan, folder, resume is not None)
@@ -111,9 +111,9 @@ class Live(Outputs):
 
     def plan(self, script: list[str]) -> LivePlan:
         """Everything checked, nothing started."""
-        from paceline.runtime.live.children import script_starter
-        from paceline.runtime.live.launch import LivePlan
-        from paceline.runtime.live.watching import Care
+        from paceline.runtime.live.driver.children import script_starter
+        from paceline.runtime.live.driver.launch import LivePlan
+        from paceline.runtime.live.driver.watching import Care
 
         size = check_live(self.workers, self.servers, self.policy, self.cluster, self.slicing, self.seed)
         if self.checkpoint_updates is not None:
@@ -140,8 +140,8 @@ class Live(Outputs):
         return replace(plan, keeping=self.keeping(folder, resume))
 
     def keeping(self, folder: Path, resume: bool = False) -> Keeping:
-        from paceline.runtime.live.durable import Durable
-        from paceline.runtime.live.keeping import Keeping
+        from paceline.runtime.live.driver.keeping import Keeping
+        from paceline.runtime.live.server.durable import Durable
 
         durable = Durable(fsync=self.durable_fsync) if self.durable or self.durable_fsync else None
         return Keeping(folder, self.checkpoint_updates, self.checkpoint_s, resume, durable)
@@ -202,7 +202,8 @@ class Run(Live):
         plan = super().keep(plan, folder, resume)
         if plan.keeping is not None and plan.keeping.against_loss and plan.members.servers:
             often = f"{on_ray.CHECKPOINT_S:g} s"
-            console.print(f"a checkpoint every {often}: from the last one a lost server goes on (--checkpoint-s)")
+            line = f"a checkpoint every {often}: from the last one a lost server goes on (--checkpoint-s)"
+            console.print(line, soft_wrap=True)
         return plan
 
 
@@ -253,7 +254,7 @@ class Resume:
 
     def bring_back(self, folder: Path) -> None:
         """Make a checkpoint of the logs of a durable run that did not end."""
-        from paceline.runtime.live.lasting import salvage
+        from paceline.runtime.live.driver.lasting import salvage
 
         if (made := salvage(folder)) is not None:
             console.print(f"going on from the logs of the servers, now the checkpoint {made}", soft_wrap=True)
@@ -283,7 +284,7 @@ class Servers:
     """How many servers there are to be."""
 
     def main(self) -> int:
-        from paceline.runtime.live.asking import ask_for_servers
+        from paceline.runtime.live.driver.asking import ask_for_servers
 
         check_count("count", self.count)
         console.print(ask_for_servers(rundir.read_live(Path(self.dir)), self.count), soft_wrap=True)

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 
-from paceline.runtime.live.dealing_out import Table
+from paceline.runtime.live.driver.dealing_out import Table
 from paceline.sampling import Sampler
 from paceline.session import world
 

@@ -1,0 +1,161 @@
+"""A worker's link to a server on another host: what is shared memory on one host travels here as frames.
+
+To the worker it is a link like any other. Behind an `Exchange` that pushes a gradient go the gradient's frames; the
+frames behind `Parameters` are in the segment when the message is handed over, all of them or none. An answer that
+nobody waits for any more, the question having been asked twice over a connection that broke, is left alone: its place
+may hold the next gradient by then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from paceline.core.messages import Handle, Parameters, Pull, Push
+from paceline.errors import PacelineError
+from paceline.runtime.live import wire
+from paceline.runtime.live.across.far import FRAME, FarLink, KeyPair
+from paceline.runtime.live.across.pages import keep_freed
+from paceline.runtime.live.across.sealing import seal, unseal
+from paceline.runtime.live.configuration import Door
+from paceline.runtime.live.worker.early import Ahead
+from paceline.runtime.live.worker.segments import Segments
+from paceline.tensors import halves
+from paceline.tensors.assignment import Ranges
+
+NOTHING = -1
+"""Before the first iteration."""
+
+
+def key_path(folder: Path, rank: int, incarnation: int) -> Path:
+    """Where a process finds its own key pair, in a run with keys."""
+    return folder / f"key-{rank}.{incarnation}"
+
+
+def find_keys(folder: Path, rank: int, incarnation: int) -> KeyPair:
+    path = key_path(folder, rank, incarnation)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyPair)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise PacelineError(f"worker {rank} has no key to reach servers on other hosts: {error}") from None
+
+
+class Cargo:
+    """What of a worker travels: its segments, rounded if that is the run's way."""
+
+    def __init__(self, folder: Path, segments: Segments, way: str) -> None:
+        self.folder = folder
+        self.parameters = segments.parameters
+        self.gradient = segments.gradient
+        self.layout = layout = segments.layout
+        keep_freed(4 * layout.numel * layout.itemsize)
+        self.dtype = halves.travelling(way, layout.torch_dtype)
+        self.feedback: halves.ErrorFeedback | None = None
+        if self.dtype != layout.torch_dtype:
+            self.feedback = halves.ErrorFeedback(layout.numel, layout.torch_dtype, self.dtype)
+        self.rounded: dict[Ranges, Handle] = {}
+        """The push whose gradient is there, rounded, in each part: what is said again must not be rounded again."""
+        self.leaves_early = self.feedback is None and self.gradient is not self.parameters
+        """Gradients are staged while backward runs, and travel as they are."""
+        self.attempts = count()
+
+
+class FarShard:
+    """A link to one server on another host, and its part of the worker's memory."""
+
+    def __init__(self, door: Door, name: bytes, run: str, keys: KeyPair | None, cargo: Cargo) -> None:
+        self.link = FarLink(door.address, name, keys, door.key)
+        self.run = run
+        self.life = door.life
+        self.cargo = cargo
+        self.awaited = NOTHING
+        """The iteration that was asked for and is not answered yet."""
+        self.answered = NOTHING
+        """The iteration of the last answer over this connection: no other's gradient leaves early."""
+        self.part: Ranges = ()
+
+    @property
+    def gone(self) -> bool:
+        return self.link.gone
+
+    def carry(self, part: Ranges) -> None:
+        """This is what the server has of the parameters, from now on."""
+        self.part = part
+        cargo = self.cargo
+        itemsize = cargo.dtype.itemsize
+        ranges = halves.stretches(cargo.layout, part, FRAME, itemsize)
+        self.places = halves.cut(cargo.parameters, ranges, FRAME, itemsize)
+        source = cargo.gradient if cargo.feedback is None else cargo.feedback.rounded
+        self.frames = halves.frames_of(halves.cut(source, ranges, FRAME, itemsize))
+        self.ahead = Ahead(cargo.layout, ranges, cargo.attempts) if cargo.leaves_early else None
+
+    def reopen(self) -> None:
+        self.link.reopen()
+        self.answered = NOTHING
+        if self.ahead is not None:
+            self.ahead.begin()
+
+    def stage(self, index: int, iteration: int) -> None:
+        """A tensor's gradient is in its place: send the frames that are whole by now."""
+        if self.ahead is None or self.answered != iteration:
+            return
+        for number in self.ahead.stage(index):
+            staged = wire.encode(wire.Staged(iteration, self.ahead.attempt, number))
+            self.link.send(seal(self.run, self.life, staged), [self.frames[number]])
+
+    def send(self, message: bytes) -> None:
+        """Send an encoded `Exchange` or `Fetch`, with the gradient behind it if there is one in it."""
+        request = wire.decode_to_shard(message)
+        frames: Sequence[memoryview] = ()
+        if isinstance(request, wire.Exchange):
+            for part in request.messages:
+                if isinstance(part, Pull):
+                    self.awaited = part.iteration
+                else:
+                    frames = () if request.refusal else self._load(part)
+                    if self.ahead is not None and (left := self.ahead.complete(request, frames)) is not None:
+                        message, frames = wire.encode(left[0]), left[1]
+        self.link.send(seal(self.run, self.life, message), frames)
+
+    def _load(self, push: Push) -> Sequence[memoryview]:
+        cargo = self.cargo
+        if cargo.feedback is not None and cargo.rounded.get(self.part) != push.handle:
+            cargo.feedback.round(cargo.gradient, self.part)
+            cargo.rounded[self.part] = push.handle
+        return self.frames
+
+    def receive(self) -> bytes | None:
+        """The next message, or None if there is none right now."""
+        return self._take(self.link.receive())
+
+    def wait_for(self, timeout_s: float) -> bytes | None:
+        """The next message, or None if there is none within the time."""
+        return self._take(self.link.wait_for(timeout_s))
+
+    def _take(self, received: tuple[bytes, list[memoryview]] | None) -> bytes | None:
+        if received is None:
+            return None
+        try:
+            sealed = unseal(received[0])
+            message = wire.decode_from_shard(sealed.message)
+            if (sealed.run, sealed.life) != (self.run, self.life):
+                return None
+            if isinstance(message, Parameters):
+                if self.awaited == NOTHING or message.iteration < self.awaited:
+                    return None
+                halves.fill(self.places, received[1], self.cargo.dtype)
+                self.awaited, self.answered = NOTHING, message.iteration
+            elif not message.error:
+                with (self.cargo.folder / Path(message.file).name).open("wb") as file:
+                    file.writelines(received[1])
+        except (*wire.BAD_MESSAGE, halves.WrongFrames) as error:
+            print(f"refused what {self.link.address} sent: {error}", file=sys.stderr)
+            return None
+        return bytes(sealed.message)
+
+    def close(self) -> None:
+        self.link.close()

@@ -1,0 +1,33 @@
+"""Which address of this host others are to use."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+from paceline.errors import ConfigError
+from paceline.runtime.live.server.receiving import EVERYWHERE, routable
+
+SIOCGIFADDR = 0x8915
+
+
+def address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(f"interface {interface!r} has no address here ({error.strerror}); {there}") from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def address_towards(master: str, port: int) -> str:
+    """This node's address on the network by which it reaches the first node."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, port))  # nothing is sent
+            address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise ConfigError(f"{master}, where the launcher says that rank 0 is, cannot be reached: {error}") from None
+    return routable(EVERYWHERE) if address.startswith("127.") else address

@@ -1,0 +1,152 @@
+"""Starting, watching and ending the processes of a live run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline import session
+from paceline.core.messages import Role
+from paceline.runtime.live.process import die_with, ignore_interrupts, run_worker
+from paceline.runtime.live.server.server import serve
+
+
+@dataclass
+class Child:
+    """A process the driver started. `sentinel` becomes readable the instant it ends, however it ends."""
+
+    role: Role
+    rank: int
+    incarnation: int
+    pid: int
+    sentinel: int
+    wait: Callable[[], int]
+    """Collect the exit code; negative is the signal that killed it."""
+    output: int | None = None
+    """What it prints, if it comes through the driver."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}"
+
+    def signal(self, number: int) -> None:
+        """Through the sentinel, so that it can never hit another process with the same number."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.sentinel, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def has_left(self) -> bool:
+        """Whether it is done although its process is still there."""
+        return False
+
+    def reap(self) -> int:
+        code = self.wait()
+        os.close(self.sentinel)
+        return code
+
+
+StartWorker = Callable[[int, int, Path], Child]
+"""(rank, incarnation, folder) -> the new process."""
+
+
+def start_server(folder: Path, shard: int, life: int) -> Child:
+    """A server, as a fork of this process: torch is here already, and takes seconds to import again."""
+    return _fork("server", shard, life, lambda: serve(folder, shard, life))
+
+
+def script_starter(script: str, arguments: list[str], workers: int, through_driver: bool = False) -> StartWorker:
+    """Workers that run a script, each in a fresh interpreter; their output goes to the terminal or to the driver."""
+
+    def start(rank: int, incarnation: int, folder: Path) -> Child:
+        environment = {**os.environ, **_environment(rank, incarnation, folder)}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+        command = [sys.executable, "-m", "paceline.runtime.live.process", script, *arguments]
+        if through_driver:
+            environment["PYTHONUNBUFFERED"] = "1"
+        return _spawn("worker", rank, incarnation, command, environment, through_driver)
+
+    return start
+
+
+def function_starter(work: Callable[[], object]) -> StartWorker:
+    """Workers that call a function, each in a fork of this process: closures and notebooks work, no pickle."""
+    # The first optimizer of a process has torch import half of itself, for seconds. Once here, not in every fork.
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)
+
+    def start(rank: int, incarnation: int, folder: Path) -> Child:
+        def run() -> int:
+            os.environ.update(_environment(rank, incarnation, folder))
+            session.forget()
+            return run_worker(rank, work)
+
+        return _fork("worker", rank, incarnation, run)
+
+    return start
+
+
+def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Child:
+    """A fork of this process that does `run` and ends with what it returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    driver = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            die_with(driver)
+            ignore_interrupts()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            # The threads of the parent's pools do not exist here: torch must not wait for them.
+            torch.set_num_threads(1)
+            # What was here before the fork stays: looking through it again and again would copy its pages.
+            gc.freeze()
+            code = run()
+        except BaseException:
+            print(f"{role} {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return Child(role, rank, incarnation, pid, os.pidfd_open(pid), lambda: _collect(pid))
+
+
+def _environment(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
+    return {
+        "PACELINE_FOLDER": str(folder),
+        "PACELINE_RANK": str(rank),
+        "PACELINE_INCARNATION": str(incarnation),
+    }
+
+
+def _spawn(
+    role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str], piped: bool = False
+) -> Child:
+    environment["PACELINE_DRIVER"] = str(os.getpid())
+    output, into = os.pipe() if piped else (None, None)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=into, stderr=into)
+    if into is not None:
+        os.close(into)
+    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait, output)
+
+
+def _collect(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def how(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}" if code else "ended"

@@ -1,0 +1,1 @@
+"""A server of a live run: one shard of the parameters."""

@@ -1,0 +1,107 @@
+"""What a server holds of the parameters: its part, and the optimizer that steps it; where that comes from and goes.
+
+It begins with worker 0's values, with a checkpoint, with what other servers have given away (`moving.py`), or with what
+its last life has logged (`replaying.py`). When the number of servers changes its part does, too. At the end the values
+go where the driver finds them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.core.events import Restored, ServersChanged
+from paceline.runtime.live import checkpoint, memory, wire
+from paceline.runtime.live.server import moving
+from paceline.runtime.live.server.mapped import Segment
+from paceline.runtime.live.server.replaying import Rebuilt
+from paceline.tensors import state
+from paceline.tensors.assignment import Ranges
+from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
+
+
+class Holding:
+    def __init__(self, folder: Path, shard: int, order: wire.Configure, rebuilt: Rebuilt | None = None) -> None:
+        self.folder = folder
+        self.shard = shard
+        self.layout = order.layout
+        self.assignment = order.assignment
+        self.spec = order.optimizer
+        self.hyper: tuple[Hyper, ...] | None = None
+        """What the hyper-parameters were changed to."""
+        self.first: Restored | ServersChanged | None = None
+        """What a shard's machine that begins with this is to be told first."""
+        if rebuilt is not None:
+            self.spec, self.hyper, self.optimizer = rebuilt.meta.optimizer, rebuilt.hyper, rebuilt.optimizer
+        else:
+            self._hold(*self._begin(order))
+
+    @property
+    def part(self) -> Ranges:
+        """What this server has of the parameters."""
+        return self.assignment[self.shard]
+
+    def _begin(self, order: wire.Configure) -> tuple[Tensor, State]:
+        if order.reslice is not None:
+            self.first = order.reslice.event
+            return moving.take(self.folder, order.reslice.give, self.shard, self.layout, None)
+        if order.checkpoint is not None:
+            return self._restore(Path(order.checkpoint))
+        whole = memory.attach(self.folder / memory.WHOLE, self.layout)
+        initial = self.folder / memory.INITIAL_STATE
+        learned = state.cut(load_file(initial), self.layout, self.part) if initial.exists() else {}
+        return torch.cat([whole[start:stop] for start, stop in self.part] or [whole[:0]]), learned
+
+    def _restore(self, path: Path) -> tuple[Tensor, State]:
+        manifest = checkpoint.read(path)
+        same = checkpoint.assignment_of(manifest) == self.assignment
+        mine = manifest.shards[self.shard : self.shard + 1] if same else manifest.shards
+        self.first = Restored(0.0, min(each.iteration for each in mine), max(each.version for each in mine))
+        return checkpoint.load_part(path, manifest, self.part)
+
+    def _hold(self, values: Tensor, learned: State) -> None:
+        """Step this part of the parameters from now on."""
+        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads_of(len(self.assignment)))
+        if self.hyper is not None:
+            self.optimizer.set_hyper(self.hyper)
+        if learned:
+            self.optimizer.load_state(learned)
+
+    def set_hyper(self, hyper: tuple[Hyper, ...]) -> None:
+        self.optimizer.set_hyper(hyper)
+        self.hyper = hyper
+
+    def give(self, order: wire.Give) -> None:
+        """Leave in the run's folder what is to be others'."""
+        moving.give(self.folder, order, self.shard, self.layout, self.optimizer)
+
+    def reslice(self, order: wire.Give) -> None:
+        """Have another part from now on, of what this server keeps and what others gave."""
+        values, learned = moving.take(self.folder, order, self.shard, self.layout, self.optimizer)
+        self.optimizer.close()
+        self.assignment = order.after
+        self._hold(values, learned)
+
+    def segment(self, worker: int, incarnation: int) -> Segment:
+        """This part of a worker's shared memory."""
+        whole = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)
+        path = memory.staging_path(self.folder, worker, incarnation)
+        staging = memory.attach(path, self.layout) if path.exists() else None
+        return Segment(whole, staging, self.part, self.optimizer)
+
+    def leave(self) -> None:
+        """Leave the final values where the driver finds them."""
+        final = memory.attach(self.folder / memory.WHOLE, self.layout)
+        Segment(final, None, self.part, self.optimizer).fill(self.optimizer.values)
+        if self.optimizer.average is not None:
+            average = memory.attach(self.folder / memory.AVERAGE, self.layout)
+            Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
+
+
+def threads_of(servers: int) -> int:
+    """How many threads a server may step with: the others have theirs."""
+    return max(1, (os.cpu_count() or 1) // servers)

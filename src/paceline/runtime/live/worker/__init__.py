@@ -1,0 +1,1 @@
+"""A worker of a live run, inside the user's process."""
