@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from paceline.runtime.live.across import luggage
-from paceline.runtime.live.driver.hosts import MAY_BRING
 
 
 @pytest.mark.parametrize("size", [0, 1, luggage.FRAME, luggage.FRAME + 1, 3 * luggage.FRAME])
@@ -35,13 +34,8 @@ def test_a_piece_must_fit(tmp_path: Path) -> None:
             luggage.unpack(tmp_path, "x", offset, size, b"ab")
 
 
-@pytest.mark.parametrize(
-    "name", ["config", "driver", "nonce", "key-0.0", "worker-0.0", "server-0.0", "lock", "live.json"]
-)
-def test_an_agent_does_not_write_what_is_the_drivers(name: str) -> None:
-    assert MAY_BRING.fullmatch(name) is None
-
-
-@pytest.mark.parametrize("name", ["whole", "others", "buffers-3.1", "final-0.2", "trace/worker-0.0.trace"])
-def test_an_agent_brings_what_its_processes_leave(name: str) -> None:
-    assert MAY_BRING.fullmatch(name)
+def test_a_file_with_a_missing_piece_never_appears(tmp_path: Path) -> None:
+    luggage.unpack(tmp_path, "x", 0, 9, b"aaa")
+    with pytest.raises(luggage.Refused):
+        luggage.unpack(tmp_path, "x", 6, 9, b"ccc")
+    assert list(tmp_path.iterdir()) == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from rich.text import Text
 
 from paceline.api import check_count
 from paceline.commands.run import Live, check_script
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 KNOCK_S = 1.0
+INSECURE = (
+    "INSECURE: no keys and no encryption. Whoever reaches this network can read the model, change it and stop the run."
+)
 
 
 @dataclass(kw_only=True)
@@ -61,6 +66,7 @@ class Serve(Live):
 
         host, port = read_address(self.bind)
         check_wire(self.wire)
+        check_advertised(self.advertise)
         advertise = self.advertise or routable(host)
         keys = None if self.insecure else make_keys()
         self.join_keys = None if self.insecure else make_keys()
@@ -77,6 +83,8 @@ class Serve(Live):
         if self.join_keys is None or hosts.meeting.keys is None:
             how += " --insecure"
         else:
+            if Path(self.key_file).exists():
+                console.print(f"{self.key_file} was another run's and is replaced: copies of it are of no use any more")
             write_key_file(Path(self.key_file), KeyFile(hosts.address, hosts.meeting.keys.public, self.join_keys))
             how += f" --key-file {self.key_file}"
         console.print(f"waiting for {count(self.workers, 'worker')}: {how} SCRIPT.py", soft_wrap=True)
@@ -116,6 +124,8 @@ class Join:
         if self.key_file is not None:
             key_file, keys = read_key_file(Path(self.key_file)), make_keys()
             server_key = key_file.server
+            if key_file.address != self.address:
+                console.print(f"note: {self.key_file} is of a run at {key_file.address}, not {self.address}")
             knock = Knocking(FarLink(self.address, b"join", key_file.client, server_key), keys.public, token)
         else:
             warn_insecure(host)
@@ -172,8 +182,11 @@ def read_ports(text: str | None) -> tuple[int, int]:
 
 def warn_insecure(host: str) -> None:
     if not host.startswith(LOOPBACK):
-        console.print(
-            "[bold red]INSECURE: no keys and no encryption. Whoever reaches this network can read the model, change it "
-            "and stop the run.[/]",
-            soft_wrap=True,
+        console.print(Text(INSECURE, style="bold red"), soft_wrap=True)
+
+
+def check_advertised(address: str | None) -> None:
+    if address is not None and not re.fullmatch(r"[A-Za-z0-9.-]+", address):
+        raise ConfigError(
+            f"advertise={address!r} is no name or address of a machine, as 10.0.0.1 (without tcp:// and port)"
         )

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from paceline.core.messages import Node
 from paceline.core.trace import Header, Record, Trace, encode_record, read_records
 
@@ -64,6 +66,9 @@ def gather(folder: Path, header: Header) -> Trace:
     """All nodes' records in time order. Each node's own order is kept."""
     records: list[Record] = []
     for path in sorted(folder.glob("*" + SUFFIX)):
-        records.extend(read_records(path.read_bytes()))
+        try:
+            records.extend(read_records(path.read_bytes()))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            print(f"WARNING: {path.name} is left out of the trace: {error}", file=sys.stderr)
     records.sort(key=lambda record: record.event.at)
     return Trace(header, records)

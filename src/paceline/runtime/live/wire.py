@@ -304,7 +304,7 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Enrol(Struct, frozen=True, tag=True):
-    """Whoever has this key speaks for this process of the run, and nobody else does."""
+    """Whoever has this key speaks for this process of the run, and nobody else does; "": nobody does any more."""
 
     key: str
     name: str

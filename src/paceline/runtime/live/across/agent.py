@@ -112,6 +112,9 @@ class Agent:
             if self.over.reason:
                 self.say(f"the run is over: {self.over.reason}")
             return self.over.code
+        except KeyboardInterrupt:
+            self.steady.say(dispatch.encode(dispatch.Goodbye()))
+            raise
         finally:
             self.close()
 
@@ -129,11 +132,9 @@ class Agent:
 
     def _arrive(self) -> None:
         """Offer all places, in a new conversation."""
-        self.steady = Steady(secrets.token_hex(8), self._send)
+        self.steady = Steady(secrets.token_hex(8), self._send, lambda: self.link.stands)
         offer, name = self.offer, f"{socket.gethostname()}/{self.offer.token[:6]}"
-        arrive = dispatch.Arrive(
-            name, offer.workers, offer.servers, offer.ranks, str(self.folder.path), time.monotonic()
-        )
+        arrive = dispatch.Arrive(name, offer.workers, offer.servers, offer.ranks)
         self.steady.say(dispatch.encode(arrive))
 
     def _send(self, message: bytes, frames: Frames) -> None:
@@ -142,7 +143,7 @@ class Agent:
     def _welcomed(self, welcome: dispatch.Welcome) -> None:
         folder = self.folder.path
         now = time.monotonic()
-        self.clock_offset = welcome.now - (welcome.at + now) / 2
+        self.clock_offset = welcome.now - now  # less what the way here took: milliseconds
         (folder / "trace").mkdir(exist_ok=True)
         config = msgspec.json.decode(welcome.config, type=LiveConfig)
         here = self.offer.advertise or leading_to(self.offer.address.removeprefix("tcp://").rpartition(":")[0])
@@ -191,7 +192,8 @@ class Agent:
             self.reopened_s = time.monotonic()
             self.link.reopen()
         if silent > self.offer.patience_s:
-            raise RunFailed(f"nothing was heard of {self.offer.address} for {silent:.0f} s: {self.link.refused}")
+            why = self.link.refused or "it does not answer"
+            raise RunFailed(f"nothing was heard of {self.offer.address} for {silent:.0f} s: {why}")
         if silent < DRIVER_DEAD_S or time.monotonic() - self.looked_s < LOOK_S:
             return
         self.looked_s = time.monotonic()
@@ -267,14 +269,18 @@ class Agent:
         for path in sorted((folder / "trace").glob(f"*-{child.rank}.{child.incarnation}{SUFFIX}")):
             if path.name.startswith((child.role, "peer" if child.role == "worker" else child.role)):
                 self._send_trace(path)
-        if child.role == "worker":
-            memory.remove(folder, child.rank, child.incarnation)
-            key_path(folder, child.rank, child.incarnation).unlink(missing_ok=True)
-            if code:
-                slots.remove(folder, child.rank, child.incarnation)
+        self._clean(child, code)
         self.failed = "\n".join(self.last_lines) or f"{child} {how(code)}" if code > 0 else ""
         ended = dispatch.Ended(child.role, child.rank, child.incarnation, code, self.failed)
         self.steady.say(dispatch.encode(ended))
+
+    def _clean(self, child: Child, code: int) -> None:
+        """Give back what a process that has ended held of this host's memory."""
+        if child.role == "worker":
+            memory.remove(self.folder.path, child.rank, child.incarnation)
+            key_path(self.folder.path, child.rank, child.incarnation).unlink(missing_ok=True)
+            if code:
+                slots.remove(self.folder.path, child.rank, child.incarnation)
 
     def _send_trace(self, path: Path) -> None:
         self._send_file(path, f"trace/{path.name}")
@@ -286,7 +292,7 @@ class Agent:
         for child in self.children.values():
             with contextlib.suppress(FileNotFoundError):
                 self.waiter.forget(child.sentinel)
-            child.reap()
+            self._clean(child, child.reap() or 1)
         self.children.clear()
         while hasattr(self, "listener") and self.listener.receive() is not None:
             pass  # what they had said is of no use any more

@@ -1,6 +1,6 @@
 """What the driver and the agents of other hosts say to each other. Encoded by msgspec; files follow as raw frames.
 
-agent -> driver     Arrive, Started, Ended, Said (by a process of the host), Piece, Ping
+agent -> driver     Arrive, Started, Ended, Said (by a process of the host), Piece, Ping, Goodbye
 driver -> agent     Welcome, Start, Signal, Tell (a process of the host), Ring, Piece, Pong, Dismissed, Over
 """
 
@@ -21,18 +21,14 @@ class Arrive(Struct, frozen=True, tag=True):
     servers: int
     ranks: tuple[int, ...]
     """Which workers it is for, or which servers if it has no workers, if its launcher says; else the driver does."""
-    folder: str
-    at: float
-    """Its clock."""
 
 
 class Welcome(Struct, frozen=True, tag=True):
     config: bytes
     """The run's configuration, as the driver's own processes read it."""
     begun: bool
-    at: float
-    """What `Arrive` said, and the driver's clock."""
     now: float
+    """The driver's clock."""
 
 
 class Start(Struct, frozen=True, tag=True):
@@ -104,6 +100,10 @@ class Pong(Struct, frozen=True, tag=True):
     pass
 
 
+class Goodbye(Struct, frozen=True, tag=True):
+    """The agent's user has ended it: nobody is to wait for it."""
+
+
 class Dismissed(Struct, frozen=True, tag=True):
     """The driver does not count on this agent any more, it was silent for too long: end all processes, come anew."""
 
@@ -131,7 +131,7 @@ class Numbered(Struct, frozen=True, array_like=True):
     body: bytes
 
 
-FromAgent = Arrive | Started | Ended | Said | Piece | Ping
+FromAgent = Arrive | Started | Ended | Said | Piece | Ping | Goodbye
 ToAgent = Welcome | Start | Signal | Tell | Ring | Piece | Pong | Dismissed | Over
 
 encode = msgspec.msgpack.Encoder().encode

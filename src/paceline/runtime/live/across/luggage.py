@@ -104,6 +104,8 @@ def localized(message: wire.ToServer, folder: Path) -> wire.ToServer:
 def unpack_checkpoint(message: wire.Saved, folder: Path, into: Path) -> wire.Saved:
     """A part of a checkpoint came from another host: put it where the driver wants it."""
     if message.entry is not None:
+        if message.entry.file != f"shard-{message.shard}.safetensors":
+            raise Refused(f"a part of a checkpoint is not named {message.entry.file!r}")
         try:
             shutil.move(folder / CHECKPOINT_OUT / message.entry.file, into / message.entry.file)
         except OSError as error:
@@ -147,8 +149,13 @@ def unpack(folder: Path, name: str, offset: int, size: int, content: bytes | mem
     path = folder.joinpath(*parts)
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with part.open("r+b" if offset else "wb") as file:
-        file.seek(offset)
-        file.write(content)
+    try:
+        with part.open("ab" if offset else "wb") as file:
+            if file.tell() != offset:
+                raise Refused(f"a piece of {name!r} is missing")
+            file.write(content)
+    except (OSError, Refused) as error:
+        part.unlink(missing_ok=True)
+        raise Refused(f"{name!r} cannot be written: {error}") from None
     if offset + len(content) == size:
         part.replace(path)

@@ -23,9 +23,13 @@ Frames = Sequence[bytes | memoryview]
 class Steady:
     """One side. `send` puts a message on the connection there is, or nowhere."""
 
-    def __init__(self, stay: str, send: Callable[[bytes, Frames], object]) -> None:
+    def __init__(
+        self, stay: str, send: Callable[[bytes, Frames], object], stands: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`stands` tells whether there is a connection now: without one nothing is said again."""
         self.stay = stay
         self.send = send
+        self.stands = stands
         self.number = 0
         self.heard = 0
         """The number of the other side's last message that was heard, all before it too."""
@@ -74,7 +78,7 @@ class Steady:
     def tick(self, ping: bytes) -> None:
         """Say what is not heard again when that is due, and something at least twice a second."""
         now = time.monotonic()
-        if self.unheard and now - self.moved_s > AGAIN_S:
+        if self.unheard and now - self.moved_s > AGAIN_S and self.stands():
             self.say_again()
         elif now - self.said_s >= PING_S:
             self.mention(ping)

@@ -148,5 +148,6 @@ def _collect(pid: int) -> int:
 def how(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
     return f"failed with exit code {code}" if code else "ended"

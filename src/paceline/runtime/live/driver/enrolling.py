@@ -50,8 +50,10 @@ class Enrolling:
         self.servers.tell(shard, wire.Enrol(self.known[rank, incarnation], f"{rank}:{incarnation}"))
 
     def forget(self, rank: int, incarnation: int) -> None:
-        """This process is no more. The servers know by the view."""
-        self.known.pop((rank, incarnation), None)
+        """This process is no more, and its key is nobody's."""
+        if self.known.pop((rank, incarnation), None) is not None:
+            for shard in self.servers.there:
+                self.servers.tell(shard, wire.Enrol("", f"{rank}:{incarnation}"))
 
 
 def leave_keys(folder: Path, rank: int, incarnation: int) -> str:

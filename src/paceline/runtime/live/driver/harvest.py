@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -63,10 +66,21 @@ def keep_buffers(folder: Path) -> None:
     (folder / "others-now").replace(folder / "others")
 
 
+def readable(paths: Iterable[Path]) -> list[dict[str, Tensor]]:
+    """What processes have left, less what cannot be read: one that spoils its own must not spoil the run."""
+    left = []
+    for path in paths:
+        try:
+            left.append(load_file(path))
+        except (OSError, SafetensorError) as error:
+            print(f"WARNING: {path.name} is left out: {error}", file=sys.stderr)
+    return left
+
+
 def with_buffers(folder: Path) -> dict[str, Tensor]:
     """What is not trained; buffers as the mean over the workers that ended well."""
     held = load_file(folder / "others")
-    left = [load_file(path) for path in sorted(folder.glob("buffers-*"))]
+    left = readable(sorted(folder.glob("buffers-*")))
     for name in left[0] if left else ():
         values = torch.stack([buffers[name] for buffers in left])
         held[name] = values.mean(0) if values.is_floating_point() else values.amax(0)

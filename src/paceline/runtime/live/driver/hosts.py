@@ -9,7 +9,6 @@ new incarnations. Nobody else decides who is a member (docs/decisions/0020).
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
@@ -18,11 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from paceline.core.messages import Resync, Role
+from paceline.errors import PacelineError
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.across import dispatch, luggage
 from paceline.runtime.live.across.far import FarListener, KeyPair
 from paceline.runtime.live.across.luggage import Refused
 from paceline.runtime.live.across.steady import Steady
+from paceline.runtime.live.across.zeromq import is_key
+from paceline.runtime.live.driver import vetting
 from paceline.runtime.live.driver.children import Child
 from paceline.tensors.assignment import Ranges
 
@@ -36,11 +38,10 @@ GOODBYE_S = 2.0
 """How long it waits until agents have heard that the run is over."""
 JOIN = b"join"
 """Who speaks with the run's own key: somebody who wants to be known by one of his own."""
-MAY_BRING = re.compile(
-    r"(whole|average|initial-state|others|(buffers|final)-\d+\.\d+|moved-\d+-\d+-\d+|of-\d+-(whole|average)"
-    r"|checkpoint-out/shard-\d+\.safetensors|trace/[a-z]+-\d+\.\d+\.trace)"
-)
-"""Files of the run's folder that an agent may write."""
+LARGEST = 1 << 27
+"""Bytes of a message of an agent: a piece of a file, or the description of a model."""
+AT_ONCE = 256
+"""Messages heard before everything else has its turn."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Hosts:
     def __init__(self, driver: Driver, meeting: Meeting) -> None:
         self.driver = driver
         self.meeting = meeting
-        self.listener = FarListener(meeting.host, (meeting.port, meeting.port), meeting.keys, hwm=0)
+        self.listener = FarListener(meeting.host, (meeting.port, meeting.port), meeting.keys, LARGEST, hwm=0)
         if meeting.join:
             self.listener.enrol(meeting.join, JOIN)
         self.hosts: dict[bytes, Host] = {}
@@ -133,18 +134,23 @@ class Hosts:
     # Hearing.
 
     def hear(self) -> None:
-        while (received := self.listener.receive()) is not None:
+        for _ in range(AT_ONCE):
+            if (received := self.listener.receive()) is None:
+                return
             name, message, frames = received
             try:
                 if name == JOIN and self.meeting.join:
                     self._take_knock(dispatch.decode_knock(message))
                 else:
                     self._hear(name, dispatch.decode_numbered(message), frames)
-            except (*wire.BAD_MESSAGE, Refused, OSError) as error:
+            except (*wire.BAD_MESSAGE, Refused) as error:
                 print(f"refused a message of {name.decode(errors='replace')}: {error}", file=sys.stderr)
 
     def _take_knock(self, knock: dispatch.Knock) -> None:
         """Somebody with the run's key wants to be known by one of his own, and not as somebody else."""
+        taken = {key: token for token, key in self.tokens.items()}
+        if not is_key(knock.key) or knock.key == self.meeting.join or taken.get(knock.key, knock.token) != knock.token:
+            raise Refused("its key is none, or somebody else's")
         if self.tokens.setdefault(knock.token, knock.key) != knock.key:
             raise Refused("it wants the name of another host")
         self.enrol(knock.key, knock.token)
@@ -168,6 +174,7 @@ class Hosts:
 
     def _welcome(self, name: bytes, numbered: dispatch.Numbered, arrive: dispatch.Arrive) -> None:
         driver = self.driver
+        vetting.check_offer(arrive)
         steady = Steady(numbered.stay, lambda message, frames: self.listener.send(name, message, frames))
         steady.take(numbered)
         self.stays[name] = numbered.stay
@@ -178,7 +185,7 @@ class Hosts:
             host.say(dispatch.Over("the run is ending", 0))
             return
         config = (driver.folder.path / "config").read_bytes()
-        host.say(dispatch.Welcome(config, driver.begun, arrive.at, time.monotonic()))
+        host.say(dispatch.Welcome(config, driver.begun, time.monotonic()))
         before = [rank for rank, home in self.home.items() if home.name == name]
         wanted = () if self.meeting.join else arrive.ranks  # who only has the run's key takes nobody's place
         for place in range(arrive.workers):
@@ -215,17 +222,16 @@ class Hosts:
             case dispatch.Ping() | dispatch.Arrive():
                 pass
             case dispatch.Started():
-                if (message.role, message.rank, message.incarnation) not in host.children:
-                    raise Refused(f"{host} has no {message.role} {message.rank}")
-                if message.key:
-                    driver.enrolling.enrol(message.rank, message.incarnation, message.key)
+                self._take_started(host, message)
             case dispatch.Piece():
-                if not MAY_BRING.fullmatch(message.file):
-                    raise Refused(f"an agent may not write a file {message.file!r}")
+                vetting.check_file(host, message.file, message.size, driver.begun)
                 content = frames[0] if frames else b""
                 luggage.unpack(driver.folder.path, message.file, message.offset, message.size, content)
             case dispatch.Said():
                 self._take_said(host, message)
+            case dispatch.Goodbye():
+                driver.say(f"{host} has left")
+                self._forget(host)
             case dispatch.Ended():
                 child = host.children.pop((message.role, message.rank, message.incarnation), None)
                 if child is not None:
@@ -235,28 +241,34 @@ class Hosts:
                         driver.say(message.last_words)
                     driver.children.pop(child.sentinel, None)
                     driver.child_ended(child)
+                    self._consider_dismissing(host)
             case _:
                 assert_never(message)
 
+    def _consider_dismissing(self, host: Host) -> None:
+        """A host that joined, and whose workers have all failed: it is told so, and others may have its places."""
+        due = {rank for _, rank in self.driver.restarting.due}
+        if self.meeting.join and host.last_code and not host.children and not due.intersection(host.ranks):
+            host.say(dispatch.Over("its workers have failed", 1))
+            self._forget(host)
+
+    def _take_started(self, host: Host, started: dispatch.Started) -> None:
+        """A process was started, with this key: a worker's, of this host, and nobody else's."""
+        process = (started.rank, started.incarnation)
+        if (started.role, *process) not in host.children:
+            raise Refused(f"{host} has no {started.role} {started.rank}")
+        if started.key and started.role == "worker":
+            known = self.driver.enrolling.known
+            if not is_key(started.key) or any(key == started.key and who != process for who, key in known.items()):
+                raise Refused(f"the key of worker {started.rank} is none, or somebody else's")
+            self.driver.enrolling.enrol(*process, started.key)
+
     def _take_said(self, host: Host, said: dispatch.Said) -> None:
         """A process of the host speaks to the driver: only for itself."""
-        role, _, rest = said.by.partition(":")
-        process = (role, *map(int, rest.split(":"))) if re.fullmatch(r"(worker:\d+:\d+|server:\d+)", said.by) else ()
-        there = {(child.role, child.rank, child.incarnation)[: len(process)] for child in host.children.values()}
-        if process not in there:
-            raise Refused(f"{said.by!r} is no process of {host}")
-        message = wire.decode_to_driver(said.message)
-        claimed = (getattr(message, "rank", None), getattr(message, "shard", None))
-        if not isinstance(message, wire.Without) and claimed not in (
-            (process[1], None),
-            (None, process[1]),
-            (None, None),
-        ):
-            raise Refused(f"{said.by!r} spoke as another process")
-        folder = self.driver.folder.path
+        message = vetting.read_said(host, said)
         match message:
             case wire.Saved() if self.driver.keeper is not None and self.driver.keeper.under_way is not None:
-                message = luggage.unpack_checkpoint(message, folder, self.driver.keeper.under_way)
+                message = luggage.unpack_checkpoint(message, self.driver.folder.path, self.driver.keeper.under_way)
             case wire.Finished(shard):
                 self._join_vectors(shard)
         self.driver.hear(message)
@@ -264,14 +276,18 @@ class Hosts:
     def _join_vectors(self, shard: int) -> None:
         """A server of another host has left the whole vectors: its own part of them counts."""
         driver = self.driver
-        assert driver.lead is not None
-        assert driver.lead.layout is not None
+        layout = driver.lead.layout if driver.lead is not None else None
+        if layout is None or shard >= len(driver.servers.assignment):
+            raise Refused(f"server {shard} cannot have finished")
         part: Ranges = driver.servers.assignment[shard]
         for name in (memory.WHOLE, memory.AVERAGE):
             path = driver.folder.path / luggage.OF_SHARD.format(shard=shard, name=name)
             if path.exists():
-                theirs = memory.attach(path, driver.lead.layout)
-                ours = memory.attach(driver.folder.path / name, driver.lead.layout)
+                try:
+                    theirs = memory.attach(path, layout)
+                except PacelineError as error:
+                    raise Refused(str(error)) from None
+                ours = memory.attach(driver.folder.path / name, layout)
                 for start, stop in part:
                     ours[start:stop] = theirs[start:stop]
                 path.unlink()
@@ -353,15 +369,26 @@ class Hosts:
         driver = self.driver
         del self.hosts[host.name]
         self.stays[host.name] = host.steady.stay
-        if not host.children:
+        due = {rank for _, rank in driver.restarting.due}
+        if not host.children and not due.intersection(host.ranks):
             return
         driver.say(f"{host} {why}: its processes are given up until it is back")
         if host.ranks:
             self.lost[host.name] = time.monotonic()
+        self._lose(host)
+
+    def _lose(self, host: Host) -> None:
         for child in list(host.children.values()):
             child.is_lost, child.code = True, -signal.SIGKILL
-            driver.children.pop(child.sentinel, None)
-            driver.child_ended(child)
+            self.driver.children.pop(child.sentinel, None)
+            self.driver.child_ended(child)
+
+    def _forget(self, host: Host) -> None:
+        """It is gone for good: its places are nobody's."""
+        self.hosts.pop(host.name, None)
+        for rank in [rank for rank, home in self.home.items() if home is host]:
+            del self.home[rank]
+        self._lose(host)
 
     @property
     def may_come_back(self) -> bool:

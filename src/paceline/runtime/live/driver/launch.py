@@ -309,7 +309,8 @@ class Driver:
             return
         if self.restarting.take(child, code):
             return
-        (self.failures if code > 0 else self.losses).append(f"{child} {how(code)}")
+        joined = self.hosts is not None and bool(self.hosts.meeting.join)  # by somebody else: the run's end is its own
+        (self.failures if code > 0 and not joined else self.losses).append(f"{child} {how(code)}")
         self.refused += code == 2
         if self.plan.care.abort:
             raise RunFailed(f"{child} {how(code)}, and the run is to end then")

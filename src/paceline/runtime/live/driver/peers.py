@@ -17,14 +17,14 @@ over, well if some had come to their end.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct, structs
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import serverless
@@ -34,6 +34,7 @@ from paceline.core.topology import Topology
 from paceline.errors import RunFailed
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.configuration import Door
+from paceline.runtime.live.driver.harvest import readable
 from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.peer.slots import Process
 from paceline.tensors import state
@@ -210,9 +211,10 @@ class Peers:
         assert lead is not None
         assert lead.layout is not None
         paths = sorted(self.driver.folder.path.glob(final_name("*")))
-        if not paths:
+        left = readable(paths)
+        if not left:
             raise RunFailed("no peer came to its end: nothing is left of the model")
-        return average([load_file(path) for path in paths], lead.layout)
+        return average(left, lead.layout)
 
     def keep(self) -> None:
         """Write the checkpoint at the end."""
@@ -254,7 +256,7 @@ def leave_final(path: Path, values: Tensor, learned: State, iteration: int) -> N
     part.replace(path)
 
 
-def average(left: list[Mapping[str, Tensor]], layout: Layout) -> Final:
+def average(left: Sequence[Mapping[str, Tensor]], layout: Layout) -> Final:
     """The mean of all; of counts, as steps taken, the largest."""
     values = torch.zeros(layout.numel, dtype=layout.torch_dtype)
     for each in left:

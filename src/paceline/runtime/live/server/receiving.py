@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from paceline.runtime.live.server.server import LiveServer
 
 EVERYWHERE = "0.0.0.0"
+AT_ONCE = 64
+"""Messages heard before everything else has its turn."""
 LINES = 3
 """How often a sender's wrong messages are told of one by one; from then on they are counted."""
 
@@ -141,11 +143,16 @@ class Receiving:
         self.refusals: Counter[bytes] = Counter()
 
     def enrol(self, order: wire.Enrol) -> None:
-        self.listener.enrol(order.key, order.name.encode())
+        if order.key:
+            self.listener.enrol(order.key, order.name.encode())
+        else:
+            self.listener.expel(order.name.encode())
 
     def hear(self) -> None:
         """Take what has come."""
-        while (received := self.listener.receive()) is not None:
+        for _ in range(AT_ONCE):
+            if (received := self.listener.receive()) is None:
+                break
             self.take(*received)
         self.listener.gone()
 
@@ -197,6 +204,8 @@ class Receiving:
         pushes = sum(isinstance(part, Push) for part in request.messages)
         if pushes > 1:
             raise Refused("it pushes twice")
+        if request.hyper is not None and len(request.hyper) != len(self.server.holding.spec.groups):
+            raise Refused(f"it has hyper-parameters of {len(request.hyper)} groups")
         segment = self.own(sender)
         places = segment.places if pushes and not request.refusal else ()
         halves.check_frames(frames, places, segment.dtype)
