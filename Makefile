@@ -28,13 +28,10 @@ demo: setup
 	@echo "reports: $(CURDIR)/demo/virtual.html and $(CURDIR)/demo/live.html"
 	@echo "next:    $(BIN)/paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py"
 
-# Tests that look for what processes leave behind have the machine to themselves; the others run two at a time.
-WATCHFUL := tests/live tests/hosts tests/front/test_front_door.py
-
+# Two at a time. One thread each: threads that wait for each other on taken cores spin.
 test: setup
 	$(BIN)/lint-imports --no-cache
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(WATCHFUL:%=--ignore=%)
-	$(BIN)/python -m pytest $(WATCHFUL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # With those that take minutes: faults over several hosts, each policy over three, nodes lost under Ray and torchrun.
 test-all: test

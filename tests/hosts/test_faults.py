@@ -132,6 +132,7 @@ def check_applied_once_per_life(run: Run) -> None:
         assert len(applied) == len(set(applied)), "an update was applied twice"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_who_has_no_good_key_is_not_let_in_and_the_driver_is_missed(tmp_path: Path) -> None:
     with Hosts(2, share=tmp_path) as hosts, Serving(hosts[0], tmp_path, "--policy", "asp", *PACED) as serving:

@@ -22,7 +22,7 @@ def test_bsp_over_three_hosts_equals_single_process(tmp_path: Path) -> None:
         Hosts(3, share=tmp_path) as hosts,
         Serving(hosts[0], tmp_path, "--servers", "2", "--workers", "6", "--policy", "bsp") as serving,
     ):
-        script = job(ITERATIONS)
+        script = job(iterations=ITERATIONS)
         for number, host in enumerate(hosts):
             serving.join(host, f"join{number}", 2, script)
         run = serving.end()

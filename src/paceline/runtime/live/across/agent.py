@@ -164,7 +164,7 @@ class Agent:
     def _turn(self) -> None:
         left = {sentinel for sentinel, child in self.children.items() if child.has_left()}
         ready = self.waiter.wait(0.0 if left else TICK_S)  # what they said before they left is heard now
-        while (received := self.link.receive()) is not None:
+        while self.over is None and (received := self.link.receive()) is not None:
             message, frames = received
             try:
                 numbered = dispatch.decode_numbered(message)
