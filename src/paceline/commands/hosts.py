@@ -58,10 +58,10 @@ class Serve(Live):
         return self.run(["serve"], resume)
 
     def plan(self, script: list[str]) -> LivePlan:
+        from paceline.runtime.live.across.addresses import routable
         from paceline.runtime.live.across.far import make_keys
         from paceline.runtime.live.configuration import Abroad
         from paceline.runtime.live.driver.hosts import Meeting
-        from paceline.runtime.live.server.receiving import routable
         from paceline.tensors.halves import check_wire
 
         host, port = read_address(self.bind)

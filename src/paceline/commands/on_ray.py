@@ -85,10 +85,10 @@ class RayOptions:
 def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[LivePlan]:
     """The plan with its processes on a Ray cluster, for as long as it lasts."""
     from paceline.commands.hosts import read_ports
+    from paceline.runtime.live.across.addresses import EVERYWHERE
     from paceline.runtime.live.across.far import make_keys
     from paceline.runtime.live.configuration import Abroad
     from paceline.runtime.live.driver.hosts import Meeting
-    from paceline.runtime.live.server.receiving import EVERYWHERE
     from paceline.tensors.halves import check_wire
 
     options.check()

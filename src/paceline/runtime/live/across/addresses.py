@@ -6,8 +6,13 @@ import fcntl
 import socket
 import struct
 
+from msgspec import structs
+
 from paceline.errors import ConfigError
-from paceline.runtime.live.server.receiving import EVERYWHERE, routable
+from paceline.runtime.live.configuration import Abroad
+
+EVERYWHERE = "0.0.0.0"
+
 
 SIOCGIFADDR = 0x8915
 
@@ -31,3 +36,24 @@ def address_towards(master: str, port: int) -> str:
         except OSError as error:
             raise ConfigError(f"{master}, where the launcher says that rank 0 is, cannot be reached: {error}") from None
     return routable(EVERYWHERE) if address.startswith("127.") else address
+
+
+def routable(host: str) -> str:
+    """The address to tell others, of a listener on all interfaces: that of the one that leads outside."""
+    return host if host != EVERYWHERE else leading_to("192.0.2.1")
+
+
+def leading_to(address: str) -> str:
+    """The address of this host on the interface that leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # nothing is sent: the kernel says which interface it would leave by
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def on_host(abroad: Abroad, advertise: str) -> Abroad:
+    """The same on another host, which others reach by this address."""
+    host = EVERYWHERE if abroad.host == EVERYWHERE else advertise
+    return structs.replace(abroad, host=host, advertise=advertise)

@@ -27,6 +27,7 @@ from paceline.errors import RunFailed
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.across import dispatch, doors, luggage
 from paceline.runtime.live.across.abroad import key_path
+from paceline.runtime.live.across.addresses import leading_to, on_host
 from paceline.runtime.live.across.far import FarLink, KeyPair
 from paceline.runtime.live.across.steady import Frames, Steady
 from paceline.runtime.live.bell import Bell
@@ -37,7 +38,6 @@ from paceline.runtime.live.driver.echo import Echo
 from paceline.runtime.live.driver.enrolling import leave_keys
 from paceline.runtime.live.peer import slots
 from paceline.runtime.live.recording import SUFFIX
-from paceline.runtime.live.server.receiving import leading_to, on_host
 from paceline.runtime.live.sockets import Listener, Waiter
 from paceline.runtime.live.worker.joining import BEGUN
 

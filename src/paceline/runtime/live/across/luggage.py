@@ -15,9 +15,9 @@ from msgspec import structs
 
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory, wire
+from paceline.runtime.live.across.zeromq import FRAME
 from paceline.runtime.live.driver.peers import final_path
 
-FRAME = 1 << 20
 CHECKPOINT_IN, CHECKPOINT_OUT = "checkpoint-in", "checkpoint-out"
 """In a host's folder: the checkpoint a server of it starts from, and what its servers write for one."""
 OF_SHARD = "of-{shard}-{name}"

@@ -69,7 +69,6 @@ class FarChild(Child):
         super().__init__(role, rank, incarnation, 0, -number, lambda: self.code)
         self.host = host
         self.code = 0
-        self.last_words = ""
         self.is_lost = False
         """Its agent is silent; nobody knows what became of it."""
 
@@ -87,7 +86,6 @@ class Host:
     name: bytes
     label: str
     steady: Steady
-    workers: int = 0
     servers: int = 0
     ranks: list[int] = field(default_factory=list)
     children: dict[tuple[Role, int, int], FarChild] = field(default_factory=dict)
@@ -179,7 +177,7 @@ class Hosts:
         steady.take(numbered)
         self.stays[name] = numbered.stay
         self.lost.pop(name, None)
-        host = self.hosts[name] = Host(name, arrive.host, steady, arrive.workers, arrive.servers)
+        host = self.hosts[name] = Host(name, arrive.host, steady, arrive.servers)
         host.shards = arrive.ranks if not arrive.workers else ()
         if driver.stopping or driver.asked_to_finish:
             host.say(dispatch.Over("the run is ending", 0))
@@ -235,7 +233,7 @@ class Hosts:
             case dispatch.Ended():
                 child = host.children.pop((message.role, message.rank, message.incarnation), None)
                 if child is not None:
-                    child.code, child.last_words = message.code, message.last_words
+                    child.code = message.code
                     host.last_code = message.code
                     if message.last_words:
                         driver.say(message.last_words)

@@ -28,12 +28,13 @@ from paceline.runtime.driver import handle_of
 from paceline.runtime.live import wire
 from paceline.runtime.live.across import doors
 from paceline.runtime.live.across.abroad import find_keys
+from paceline.runtime.live.across.addresses import routable
 from paceline.runtime.live.across.dispatch import Numbered, decode_numbered
 from paceline.runtime.live.across.far import FRAME, FarLink, FarListener
 from paceline.runtime.live.across.steady import Steady
 from paceline.runtime.live.configuration import Door, LiveConfig
 from paceline.runtime.live.peer.slots import Mail, Process, Shelf, Slot, slot_bytes
-from paceline.runtime.live.server.receiving import LINES, Refused, process_of, routable
+from paceline.runtime.live.server.receiving import LINES, Refused, process_of
 from paceline.runtime.live.sockets import Waiter
 from paceline.tensors import halves
 from paceline.tensors.layout import Layout

@@ -12,7 +12,6 @@ answer may be on its way from there), and an answer that may be lost is sent aga
 from __future__ import annotations
 
 import mmap
-import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
@@ -28,6 +26,7 @@ from torch import Tensor
 from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import PacelineError
 from paceline.runtime.live import wire
+from paceline.runtime.live.across.addresses import routable
 from paceline.runtime.live.across.far import FRAME, FarListener, KeyPair, make_keys
 from paceline.runtime.live.across.pages import keep_freed
 from paceline.runtime.live.across.sealing import seal, unseal
@@ -42,7 +41,6 @@ from paceline.tensors.layout import Layout, Piece
 if TYPE_CHECKING:
     from paceline.runtime.live.server.server import LiveServer
 
-EVERYWHERE = "0.0.0.0"
 AT_ONCE = 64
 """Messages heard before everything else has its turn."""
 LINES = 3
@@ -308,27 +306,6 @@ def listen(file: Path, abroad: Abroad, keys: KeyPair | None) -> FarListener:
         listener = FarListener(abroad.host, abroad.ports, keys)
     file.write_text(str(listener.port))
     return listener
-
-
-def routable(host: str) -> str:
-    """The address to tell others, of a listener on all interfaces: that of the one that leads outside."""
-    return host if host != EVERYWHERE else leading_to("192.0.2.1")
-
-
-def leading_to(address: str) -> str:
-    """The address of this host on the interface that leads there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # nothing is sent: the kernel says which interface it would leave by
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
-
-
-def on_host(abroad: Abroad, advertise: str) -> Abroad:
-    """The same on another host, which others reach by this address."""
-    host = EVERYWHERE if abroad.host == EVERYWHERE else advertise
-    return structs.replace(abroad, host=host, advertise=advertise)
 
 
 def process_of(name: bytes) -> Process:
