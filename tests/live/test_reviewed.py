@@ -63,7 +63,7 @@ def test_the_only_worker_may_die_and_come_back() -> None:
 
 
 def test_a_server_that_dies_twice_while_workers_compute_hangs_nobody(tmp_path: Path) -> None:
-    asleep = tmp_path / "asleep"
+    asleep, killed = tmp_path / "asleep", tmp_path / "killed"
 
     def work() -> None:
         model, opt = small()
@@ -71,7 +71,7 @@ def test_a_server_that_dies_twice_while_workers_compute_hangs_nobody(tmp_path: P
             paceline.log(loss=0.0)
             if number == 25:
                 asleep.touch()
-                while asleep.exists():
+                while not killed.exists():
                     time.sleep(0.01)
             step(model, opt)
 
@@ -80,7 +80,7 @@ def test_a_server_that_dies_twice_while_workers_compute_hangs_nobody(tmp_path: P
             time.sleep(0.01)
         kill_server(driver)
         kill_server(driver)
-        asleep.unlink()
+        killed.touch()
 
     driver, _ = driver_of(work, "asp", members=Members(2, 2), keeping=Keeping(tmp_path / "kept", every_updates=5))
     (tmp_path / "kept").mkdir()
