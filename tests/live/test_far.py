@@ -57,6 +57,7 @@ def test_forty_megabytes_there_and_back(ear: Ear) -> None:
     assert message == b"push"
     assert b"".join(frames) == data
     assert ear.listener.send(b"3:1", b"parameters", frames)
+    ear.until(lambda: link.inbox)
     message, frames = link.wait_for(10.0) or (b"", [])
     assert message == b"parameters"
     assert b"".join(frames) == data

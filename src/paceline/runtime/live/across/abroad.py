@@ -1,9 +1,10 @@
 """A worker's link to a server on another host: what is shared memory on one host travels here as frames.
 
 To the worker it is a link like any other. Behind an `Exchange` that pushes a gradient go the gradient's frames; the
-frames behind `Parameters` are in the segment when the message is handed over, all of them or none. An answer that
-nobody waits for any more, the question having been asked twice over a connection that broke, is left alone: its place
-may hold the next gradient by then.
+frames behind `Parameters` are in the segment when the message is handed over. Where nothing has to be decrypted or
+widened they are read straight into it: if the connection breaks meanwhile, part of them is there, as with a server of
+this host that dies while it answers. An answer that nobody waits for any more, the question having been asked twice
+over a connection that broke, is left alone: its place may hold the next gradient by then.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class FarShard:
     """A link to one server on another host, and its part of the worker's memory."""
 
     def __init__(self, door: Door, name: bytes, run: str, keys: KeyPair | None, cargo: Cargo) -> None:
-        self.link = FarLink(door.address, name, keys, door.key)
+        same = cargo.dtype == cargo.layout.torch_dtype
+        self.link = FarLink(door.address, name, keys, door.key, landing=self.land if same else None)
         self.run = run
         self.life = door.life
         self.cargo = cargo
@@ -76,6 +78,8 @@ class FarShard:
         """The iteration that was asked for and is not answered yet."""
         self.answered = NOTHING
         """The iteration of the last answer over this connection: no other's gradient leaves early."""
+        self.landed = False
+        """What is awaited is being read, or was, into the segment."""
         self.part: Ranges = ()
 
     @property
@@ -89,6 +93,7 @@ class FarShard:
         itemsize = cargo.dtype.itemsize
         ranges = halves.stretches(cargo.layout, part, FRAME, itemsize)
         self.places = halves.cut(cargo.parameters, ranges, FRAME, itemsize)
+        self.ground = halves.frames_of(self.places) if cargo.feedback is None else []
         source = cargo.gradient if cargo.feedback is None else cargo.feedback.rounded
         self.frames = halves.frames_of(halves.cut(source, ranges, FRAME, itemsize))
         self.ahead = Ahead(cargo.layout, ranges, cargo.attempts) if cargo.leaves_early else None
@@ -96,6 +101,7 @@ class FarShard:
     def reopen(self) -> None:
         self.link.reopen()
         self.answered = NOTHING
+        self.landed = False
         if self.ahead is not None:
             self.ahead.begin()
 
@@ -114,7 +120,7 @@ class FarShard:
         if isinstance(request, wire.Exchange):
             for part in request.messages:
                 if isinstance(part, Pull):
-                    self.awaited = part.iteration
+                    self.awaited, self.landed = part.iteration, False
                 else:
                     frames = () if request.refusal else self._load(part)
                     if self.ahead is not None and (left := self.ahead.complete(request, frames)) is not None:
@@ -128,6 +134,27 @@ class FarShard:
             cargo.rounded[self.part] = push.handle
         return self.frames
 
+    def land(self, message: bytes, lengths: Sequence[int]) -> Sequence[memoryview] | None:
+        """Where the frames behind this message belong, if it is the answer that is awaited; once."""
+        if self.landed or list(lengths) != [len(frame) for frame in self.ground]:
+            return None
+        try:
+            parameters = self._open(message)
+        except wire.BAD_MESSAGE:
+            return None
+        self.landed = isinstance(parameters, Parameters)
+        return self.ground if self.landed else None
+
+    def _open(self, message: bytes) -> Parameters | wire.Fetched | None:
+        """What this is, if it is for us and awaited."""
+        sealed = unseal(message)
+        if (sealed.run, sealed.life) != (self.run, self.life):
+            return None
+        opened: Parameters | wire.Fetched = wire.decode_from_shard(sealed.message)
+        if isinstance(opened, Parameters) and (self.awaited == NOTHING or opened.iteration < self.awaited):
+            return None
+        return opened
+
     def receive(self) -> bytes | None:
         """The next message, or None if there is none right now."""
         return self._take(self.link.receive())
@@ -139,23 +166,22 @@ class FarShard:
     def _take(self, received: tuple[bytes, list[memoryview]] | None) -> bytes | None:
         if received is None:
             return None
+        message, frames = received
         try:
-            sealed = unseal(received[0])
-            message = wire.decode_from_shard(sealed.message)
-            if (sealed.run, sealed.life) != (self.run, self.life):
+            opened = self._open(message)
+            if opened is None:
                 return None
-            if isinstance(message, Parameters):
-                if self.awaited == NOTHING or message.iteration < self.awaited:
-                    return None
-                halves.fill(self.places, received[1], self.cargo.dtype)
-                self.awaited, self.answered = NOTHING, message.iteration
-            elif not message.error:
-                with (self.cargo.folder / Path(message.file).name).open("wb") as file:
-                    file.writelines(received[1])
+            if isinstance(opened, Parameters):
+                if not self.landed:
+                    halves.fill(self.places, frames, self.cargo.dtype)
+                self.awaited, self.answered = NOTHING, opened.iteration
+            elif not opened.error:
+                with (self.cargo.folder / Path(opened.file).name).open("wb") as file:
+                    file.writelines(frames)
         except (*wire.BAD_MESSAGE, halves.WrongFrames) as error:
             print(f"refused what {self.link.address} sent: {error}", file=sys.stderr)
             return None
-        return bytes(sealed.message)
+        return wire.encode(opened)
 
     def close(self) -> None:
         self.link.close()

@@ -1,15 +1,15 @@
 """Messages between hosts, over TCP: listeners and links, as `sockets.py` has them within one.
 
 A message is a header and any number of raw frames of at most `FRAME` bytes behind it, all of it or nothing. With keys
-(CURVE) everything is encrypted, a listener lets in nobody whose key was not enrolled, and who speaks is what the key
-was enrolled as; a name in a message is never believed. Without keys whoever reaches the port is believed.
+(CURVE, `zeromq.py`) everything is encrypted, a listener lets in nobody whose key was not enrolled, and who speaks is
+what the key was enrolled as; a name in a message is never believed. Without keys (`plain.py`) whoever reaches the port
+is believed.
 
 A connection is never mended behind the caller's back: a link whose connection broke is `gone` until it is reopened, for
 nobody can tell what of it arrived. Before it stood there is nothing to lose: a link that finds nobody, or that is
 refused, tries again by itself for as long as somebody waits for it.
 
-A host that is gone is noticed within two seconds, by heartbeats. ZeroMQ answers them from a thread of its own, so a
-program that hangs is not noticed at all.
+A host that is gone is noticed within three seconds; a program that hangs is not noticed at all.
 
 A forked child must not touch what its parent made here, not even to close it. It holds the parent's connections too:
 while it lives, the other ends see that the parent is gone by the heartbeats only, and the port stays taken.
@@ -26,18 +26,9 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.runtime.live.across.callers import Callers
-from paceline.runtime.live.across.zeromq import (
-    FRAME,
-    HANDSHAKE_MS,
-    HELLO,
-    LINGER_MS,
-    Happening,
-    KeyPair,
-    Post,
-    Taken,
-    make_keys,
-    wrapped,
-)
+from paceline.runtime.live.across.plain import Landing, PlainPost
+from paceline.runtime.live.across.posting import FRAME, HANDSHAKE_S, HELLO, Happening, Post, Taken, wrapped
+from paceline.runtime.live.across.zeromq import KeyedPost, KeyPair, make_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -46,14 +37,18 @@ __all__ = ["FRAME", "FarLink", "FarListener", "KeyPair", "make_keys"]
 
 LARGEST = 1 << 32
 """Bytes of the largest message, frames and all, unless a listener is told otherwise."""
+ANSWER = 1 << 40
+"""Bytes of the largest message that a link takes of its listener."""
 QUEUE = 64
 """Messages that may wait for one process at each end, unless said otherwise; 0 for any number."""
 BETWEEN = 32
 """Messages taken before those who knock are looked after again."""
 BACK_OFF_S = (0.1, 1.0)
 """Between two attempts of a link to get in: the first pause and the longest."""
-ATTEMPT_S = 3 * HANDSHAKE_MS / 1000
+ATTEMPT_S = 3 * HANDSHAKE_S
 """After this an attempt of which nothing is heard is given up."""
+LINGER_MS = 1000
+"""How long what was said last may take to leave, when a connection is closed."""
 
 
 class FarListener:
@@ -75,7 +70,7 @@ class FarListener:
         """Somebody is gone, and the waiter does not know."""
         self.taken = 0
         self.warned: set[bytes] = set()
-        self.post = Post(keys, hwm)
+        self.post: Post = PlainPost(largest, hwm) if keys is None else KeyedPost(keys, largest, hwm)
         try:
             self.port = self.post.listen(host, ports)
         except PacelineError:
@@ -115,7 +110,7 @@ class FarListener:
         caller = self.callers.named.get(name)
         if caller is None:
             return False
-        if self.post.send((caller.route, *wrapped(message, frames))):
+        if self.post.send(caller.route, wrapped(message, frames)):
             return True
         self.callers.hang_up(name)
         self.callers.ending.append(name)
@@ -135,7 +130,7 @@ class FarListener:
 
     def rest_s(self) -> float:
         """How long this can be left alone if nothing comes."""
-        return math.inf
+        return self.post.rest_s()
 
     def close(self) -> None:
         """What was said last leaves, within a second. If it is much, wait for an answer before: it may not arrive."""
@@ -152,7 +147,7 @@ class FarListener:
 
     def _take(self) -> tuple[bytes, bytes, list[memoryview]] | None:
         """The next message of somebody who has a name."""
-        while (taken := self.post.take(self.largest)) is not None:
+        while (taken := self.post.take()) is not None:
             name = self._name(taken)
             if name is None:
                 continue
@@ -175,17 +170,28 @@ class FarListener:
     def _name(self, taken: Taken) -> bytes | None:
         if self.keys is not None:
             return self.callers.names.get(taken.key)
-        return None if taken.route.startswith(b"\0") else taken.route
+        return taken.route
 
 
 class FarLink:
-    """A connection to a far listener, under a name of one's own: with keys, the one its key was enrolled as."""
+    """A connection to a far listener, under a name of one's own: with keys, the one its key was enrolled as.
 
-    def __init__(self, address: str, name: bytes, keys: KeyPair | None, server_key: str, hwm: int = QUEUE) -> None:
+    Without keys, frames may be read straight to where `landing` says.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: bytes,
+        keys: KeyPair | None,
+        server_key: str,
+        hwm: int = QUEUE,
+        landing: Landing | None = None,
+    ) -> None:
         self.address = address
         self.name = name
         self.server_key = server_key
-        self.post = Post(keys, hwm)
+        self.post: Post = PlainPost(ANSWER, hwm, landing) if keys is None else KeyedPost(keys, ANSWER, hwm)
         self.refused = ""
         """Why the last attempt to get in came to nothing, if it did."""
         self.gone = False
@@ -245,7 +251,7 @@ class FarLink:
 
     def rest_s(self) -> float:
         """How long this can be left alone if nothing comes."""
-        return max(0.0, self.again_at - time.monotonic())
+        return min(self.post.rest_s(), max(0.0, self.again_at - time.monotonic()))
 
     def close(self) -> None:
         """What was said last leaves, within a second. If it is much, wait for an answer before: it may not arrive."""
@@ -257,7 +263,7 @@ class FarLink:
         self._look_after()
         if self.inbox:
             return
-        taken = self.post.take(sys.maxsize)
+        taken = self.post.take()
         message = None if taken is None else taken.opened()
         if message is not None:
             self.inbox.append(message)
@@ -286,5 +292,5 @@ class FarLink:
                 self.back_off_s = min(2 * self.back_off_s, BACK_OFF_S[1])
         if not self.stands and time.monotonic() >= self.again_at:
             self._call()
-        while self.stands and self.outbox and self.post.send(self.outbox[0]):
+        while self.stands and self.outbox and self.post.send(b"", self.outbox[0]):
             self.outbox.popleft()

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory, wire
-from paceline.runtime.live.across.zeromq import FRAME
+from paceline.runtime.live.across.posting import FRAME
 from paceline.runtime.live.driver.peers import final_path
 
 CHECKPOINT_IN, CHECKPOINT_OUT = "checkpoint-in", "checkpoint-out"
