@@ -105,12 +105,15 @@ class FarListener:
             self._look_after()
         return self._take()
 
-    def send(self, name: bytes, message: bytes, frames: Sequence[Buffer] = ()) -> bool:
-        """False if that process is not connected. What is in `frames` must not change before it has arrived."""
+    def send(self, name: bytes, message: bytes, frames: Sequence[Buffer] = (), passing: bool = False) -> bool:
+        """False if that process is not connected.
+
+        What is in `frames` must not change before it has arrived, unless it is `passing`.
+        """
         caller = self.callers.named.get(name)
         if caller is None:
             return False
-        if self.post.send(caller.route, wrapped(message, frames)):
+        if self.post.send(caller.route, wrapped(message, frames), passing):
             return True
         self.callers.hang_up(name)
         self.callers.ending.append(name)
@@ -236,7 +239,7 @@ class FarLink:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 break
-            self.post.epoll.poll(min(left_s, self.rest_s()))
+            self.post.wait(min(left_s, self.rest_s()))
         return message
 
     def fileno(self) -> int:

@@ -177,28 +177,32 @@ class PlainPost:
         """Nobody is asked for a key."""
 
     def happened(self) -> Iterator[tuple[Happening, int, str]]:
-        if not self.inbox:
-            self._look()
         if time.monotonic() - self.looked_s > LOOK_S:
             self._look_whether_all_live()
         while self.happenings:
             yield self.happenings.popleft()
 
-    def send(self, route: bytes, parts: Sequence[Buffer]) -> bool:
+    def send(self, route: bytes, parts: Sequence[Buffer], passing: bool = False) -> bool:
         line = self.routes.get(route)
         if line is None or (self.hwm and len(line.leaving) >= self.hwm):
             return False
         views = [memoryview(part).cast("B") for part in parts]
         head = struct.pack(f"<{1 + len(views)}I", len(views), *map(len, views))
-        line.leaving.append([memoryview(head), *filter(None, views)])
+        message = [memoryview(head), *filter(None, views)]
+        line.leaving.append(message)
         if len(line.leaving) == 1:
             self._send(line)
+        if passing:
+            message[:] = [memoryview(bytes(view)) for view in message]
         return True
 
     def take(self) -> Taken | None:
         if not self.inbox:
-            self._look()
+            self._look(0.0)
         return self.inbox.popleft() if self.inbox else None
+
+    def wait(self, timeout_s: float) -> None:
+        self._look(timeout_s)
 
     def rest_s(self) -> float:
         return 0.0 if self.happenings else LOOK_S
@@ -223,9 +227,9 @@ class PlainPost:
         self.shut(linger_ms)
         self.epoll.close()
 
-    def _look(self) -> None:
-        """Do what can be done without waiting, once for each connection."""
-        for descriptor, event in self.epoll.poll(0):
+    def _look(self, timeout_s: float) -> None:
+        """Do what can be done, once for each connection; wait for something if there is nothing."""
+        for descriptor, event in self.epoll.poll(timeout_s):
             line = self.lines.get(descriptor)
             if line is not None:
                 if event & select.EPOLLOUT:

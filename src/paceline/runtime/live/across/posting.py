@@ -95,11 +95,17 @@ class Post(Protocol):
     def happened(self) -> Iterator[tuple[Happening, int, str]]:
         """What has happened to connections: what, the descriptor, why."""
 
-    def send(self, route: bytes, parts: Sequence[Buffer]) -> bool:
-        """False if it does not leave: nobody is at the other end of the route, or too much waits for it."""
+    def send(self, route: bytes, parts: Sequence[Buffer], passing: bool = False) -> bool:
+        """False if it does not leave: nobody is at the other end of the route, or too much waits for it.
+
+        What is in `parts` must not change before it has arrived, unless it is `passing`: then it may at once.
+        """
 
     def take(self) -> Taken | None:
         """The next message, if there is one."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something may have come, or can leave."""
 
     def rest_s(self) -> float:
         """How long this can be left alone if nothing comes."""

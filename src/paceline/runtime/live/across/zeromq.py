@@ -162,11 +162,13 @@ class KeyedPost:
             if event in HAPPENINGS:
                 yield HAPPENINGS[event], value, REASONS.get(event, "is gone")
 
-    def send(self, route: bytes, parts: Sequence[Buffer]) -> bool:
+    def send(self, route: bytes, parts: Sequence[Buffer], passing: bool = False) -> bool:
         if self.socket is None:
             return False
         try:
-            self.socket.send_multipart((route, *parts) if self.listens else parts, zmq.NOBLOCK, copy=False, track=False)
+            self.socket.send_multipart(
+                (route, *parts) if self.listens else parts, zmq.NOBLOCK, copy=passing, track=False
+            )
         except zmq.ZMQError as error:
             if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise
@@ -196,6 +198,9 @@ class KeyedPost:
                 whole = False
                 del parts[1:]
         return Taken(route, int(first.get(zmq.SRCFD)), str(first.get("User-Id")) if route else "", parts, whole)
+
+    def wait(self, timeout_s: float) -> None:
+        self.epoll.poll(timeout_s)
 
     def rest_s(self) -> float:
         return math.inf

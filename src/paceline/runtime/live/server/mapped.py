@@ -26,6 +26,8 @@ class Segment:
         """Tensors that have no gradient in the last push."""
         self.holds = -1
         """The version of the parameters that it holds; -1 while it holds a gradient."""
+        self.shows_servers = False
+        """The worker gets the parameters from the server's own memory: they need not be written here."""
 
     @cached_property
     def arrived(self) -> list[memoryview]:

@@ -2,7 +2,8 @@
 
 For each worker of another host there is memory in place of the worker's segment, and the same rule of ownership: from
 push to answer it is the server's, then it is on its way, and the next push comes only after it has arrived. So nothing
-is copied for sending.
+is copied for sending. Where the kernel takes what is sent at once (`plain.py`), even that memory is not needed:
+parameters leave from where they are stepped. An answer that is sent a second time then holds what they are by then.
 
 Who speaks is what its key was enrolled as, and nothing is written before run, life, name and all sizes are right. A
 worker whose connection broke says again what it said last: a gradient that came already must not be written (the
@@ -59,10 +60,10 @@ class FarSegment(Segment):
     As floats travel as they are, a gradient stays in the frames it came in, and what leaves is the parameters' vector.
     (Only if frames end within the optimizer's pieces, these being whole large tensors, gradients are joined in the same
     vector.) As halves travel, parameters are rounded by writing them into a vector of halves, and gradients are widened
-    into another.
+    into another. If they may leave `at_once`, floats leave from the server's own vector.
     """
 
-    def __init__(self, holding: Holding, way: str) -> None:
+    def __init__(self, holding: Holding, way: str, at_once: bool) -> None:
         layout, part = holding.layout, holding.part
         self.dtype = halves.travelling(way, layout.torch_dtype)
         same = self.dtype == layout.torch_dtype
@@ -72,7 +73,14 @@ class FarSegment(Segment):
         itemsize = self.dtype.itemsize
         ranges = halves.stretches(layout, part, FRAME, itemsize)
         self.places = halves.cut(arriving, ranges, FRAME, itemsize)
-        self.frames = halves.frames_of(halves.cut(leaving, ranges, FRAME, itemsize))
+        self.shows_servers = at_once and same
+        lengths = [stop - start for start, stop in ranges]
+        parts = (
+            holding.optimizer.values.split(lengths)
+            if self.shows_servers
+            else halves.cut(leaving, ranges, FRAME, itemsize)
+        )
+        self.frames = halves.frames_of(parts)
         self.within = find(holding.optimizer.pieces, ranges) if same else None
         """Of each piece: the frame it comes in, and where in it."""
         self.kept = Kept(self.places, self.dtype)
@@ -233,7 +241,7 @@ class Receiving:
         self.answers[sender] = parameters
         segment = self.own(sender)
         segment.let_frames_go()
-        if self.send(b"%d:%d" % sender, wire.encode(parameters), segment.frames):
+        if self.send(b"%d:%d" % sender, wire.encode(parameters), segment.frames, segment.shows_servers):
             self.unsent.discard(sender)
         else:
             self.unsent.add(sender)
@@ -252,9 +260,9 @@ class Receiving:
         frames = [state[at : at + FRAME] for at in range(0, len(state), FRAME)]
         self.send(name, wire.encode(wire.Fetched(request.file, failed)), frames)
 
-    def send(self, name: bytes, message: bytes, frames: Sequence[memoryview]) -> bool:
+    def send(self, name: bytes, message: bytes, frames: Sequence[memoryview], passing: bool = False) -> bool:
         """False if that worker is not connected right now."""
-        return self.listener.send(name, seal(self.run, self.server.life, message), frames)
+        return self.listener.send(name, seal(self.run, self.server.life, message), frames, passing)
 
     def refuse(self, name: bytes, reason: str) -> None:
         self.refusals[name] += 1
@@ -275,7 +283,7 @@ class Receiving:
             return None
         layout = self.server.holding.layout
         keep_freed(4 * layout.numel * layout.itemsize)
-        return FarSegment(self.server.holding, self.abroad.wire)
+        return FarSegment(self.server.holding, self.abroad.wire, not self.abroad.keys)
 
     def forget(self, senders: set[Process]) -> None:
         """These are no members any more."""

@@ -339,7 +339,8 @@ class LiveServer(ServerCarrier):
                 absent.append(used[-1].absent)
             self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
-        self.holding.optimizer.apply(gradients, action.weight, absent, [segment.pieces for segment in used])
+        targets = [segment.pieces for segment in used if not segment.shows_servers]
+        self.holding.optimizer.apply(gradients, action.weight, absent, targets)
         for segment in used:
             segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
@@ -372,7 +373,7 @@ class LiveServer(ServerCarrier):
             return  # it is gone, and a view will say so
         if self.machine.held:
             self.keep_held(segment, parameters.worker, parameters.incarnation)
-        if segment.holds != parameters.version:
+        if segment.holds != parameters.version and not segment.shows_servers:
             segment.fill(self.holding.optimizer.values)
             segment.holds = parameters.version
         if isinstance(segment, FarSegment) and self.receiving is not None:
