@@ -261,28 +261,29 @@ def tcp_connections() -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("way", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pause_s", [0.0, 0.02], ids=["before the answer", "with the answer under way"])
-def test_a_connection_that_breaks_is_mended_and_nothing_counts_twice(way: str, pause_s: float) -> None:
+@pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])
+def test_a_connection_that_breaks_is_mended_and_nothing_counts_twice(abroad: Abroad, way: str, pause_s: float) -> None:
     """What was said is said again: BSP stays exact, whether the push, or the answer, or neither was lost."""
 
     def work() -> None:
         said = broken = 0
-        send = FarShard.send
+        say = FarShard.say
 
-        def send_and_break(self: FarShard, message: bytes) -> None:
+        def say_and_break(self: FarShard, request: wire.Exchange | wire.Fetch) -> None:
             nonlocal said, broken
             said += 1
-            send(self, message)
+            say(self, request)
             if said % 25 == 7 * session.init().rank:
                 time.sleep(pause_s)
                 for connection in tcp_connections():
                     connection.shutdown(socket.SHUT_RDWR)
                     broken += 1
 
-        FarShard.send = send_and_break
+        FarShard.say = say_and_break
         digits(50, MOMENTUM)()
         assert broken > 4
 
-    run = live(far(work), abroad=msgspec.structs.replace(LOCAL, wire=way))
+    run = live(far(work), abroad=msgspec.structs.replace(abroad, wire=way))
     assert largest_difference(run.parameters, alone_for(50, MOMENTUM)) < (1e-5 if way == "float32" else 0.05)
 
 
@@ -293,17 +294,17 @@ def test_what_is_wrong_is_refused_and_the_run_undisturbed(abroad: Abroad, capfd)
     def work() -> None:
         world = session.init()
         said = 0
-        send = FarShard.send
+        say = FarShard.say
 
-        def send_more(self: FarShard, message: bytes) -> None:
+        def say_more(self: FarShard, request: wire.Exchange | wire.Fetch) -> None:
             nonlocal said
             said += 1
             if world.rank == 1 and said % 10 in (3, 4):  # to both shards
                 for wrong in wrong_messages(self):
                     self.link.send(*wrong)
-            send(self, message)
+            say(self, request)
 
-        FarShard.send = send_more
+        FarShard.say = say_more
         digits(50, MOMENTUM)()
 
     def wrong_messages(shard: FarShard) -> Iterator[tuple[bytes, list[bytes]]]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
+from typing import TypeGuard
 
 import msgspec
+from torch import Tensor
 
 from paceline.core.messages import Handle, Parameters, Pull, Push
 from paceline.errors import PacelineError
@@ -28,8 +30,11 @@ from paceline.runtime.live.worker.segments import Segments
 from paceline.tensors import halves
 from paceline.tensors.assignment import Ranges
 
+Frame = memoryview | tuple[memoryview, ...]
 NOTHING = -1
 """Before the first iteration."""
+WORTH_IT = 1 << 13
+"""Elements of a tensor that take as long to copy as it takes to find out where they are."""
 
 
 def key_path(folder: Path, rank: int, incarnation: int) -> Path:
@@ -62,7 +67,23 @@ class Cargo:
         """The push whose gradient is there, rounded, in each part: what is said again must not be rounded again."""
         self.leaves_early = self.feedback is None and self.gradient is not self.parameters
         """Gradients are staged while backward runs, and travel as they are."""
+        self.loose: Sequence[Tensor] = ()
+        """The gradient, if it travels from where it is and is in no segment."""
         self.attempts = count()
+
+    def may_be_loose(self, gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+        """Whether this gradient may travel from where it is, and is in so few pieces that this is worth it."""
+        if self.feedback is not None or self.gradient is not self.parameters:
+            return False
+        if self.layout.numel < WORTH_IT * len(gradients):
+            return False
+        return all(
+            each is not None
+            and each.device.type == "cpu"
+            and each.dtype == self.layout.torch_dtype
+            and each.is_contiguous()
+            for each in gradients
+        )
 
 
 class FarShard:
@@ -70,6 +91,8 @@ class FarShard:
 
     def __init__(self, door: Door, name: bytes, run: str, keys: KeyPair | None, cargo: Cargo) -> None:
         same = cargo.dtype == cargo.layout.torch_dtype
+        self.gathers = keys is None
+        """It can send what lies in several places."""
         self.link = FarLink(door.address, name, keys, door.key, landing=self.land if same else None)
         self.run = run
         self.life = door.life
@@ -92,6 +115,15 @@ class FarShard:
         cargo = self.cargo
         itemsize = cargo.dtype.itemsize
         ranges = halves.stretches(cargo.layout, part, FRAME, itemsize)
+        begins = [itemsize * begin for begin in accumulate((entry.numel for entry in cargo.layout.entries), initial=0)]
+        self.pieces = [
+            [
+                (piece.entry, itemsize * piece.start - begins[piece.entry], itemsize * piece.length)
+                for piece in cargo.layout.pieces((each,), cargo.layout.numel)
+            ]
+            for each in ranges
+        ]
+        """Of each frame: the parts of tensors it is made of; which tensor, from which byte of it on, how many."""
         self.places = halves.cut(cargo.parameters, ranges, FRAME, itemsize)
         self.ground = halves.frames_of(self.places) if cargo.feedback is None else []
         source = cargo.gradient if cargo.feedback is None else cargo.feedback.rounded
@@ -113,10 +145,10 @@ class FarShard:
             staged = wire.encode(wire.Staged(iteration, self.ahead.attempt, number))
             self.link.send(seal(self.run, self.life, staged), [self.frames[number]])
 
-    def send(self, message: bytes) -> None:
-        """Send an encoded `Exchange` or `Fetch`, with the gradient behind it if there is one in it."""
-        request = wire.decode_to_shard(message)
-        frames: Sequence[memoryview] = ()
+    def say(self, request: wire.Exchange | wire.Fetch) -> None:
+        """With the gradient behind it, if there is one in it."""
+        frames: Sequence[Frame] = ()
+        said: wire.Exchange | wire.Fetch | wire.Commit = request
         if isinstance(request, wire.Exchange):
             for part in request.messages:
                 if isinstance(part, Pull):
@@ -124,11 +156,14 @@ class FarShard:
                 else:
                     frames = () if request.refusal else self._load(part)
                     if self.ahead is not None and (left := self.ahead.complete(request, frames)) is not None:
-                        message, frames = wire.encode(left[0]), left[1]
-        self.link.send(seal(self.run, self.life, message), frames)
+                        said, frames = left
+        self.link.send(seal(self.run, self.life, wire.encode(said)), frames)
 
-    def _load(self, push: Push) -> Sequence[memoryview]:
+    def _load(self, push: Push) -> Sequence[Frame]:
         cargo = self.cargo
+        if cargo.loose:
+            memory = halves.frames_of([each.detach().view(-1) for each in cargo.loose])
+            return [tuple(memory[tensor][at : at + size] for tensor, at, size in frame) for frame in self.pieces]
         if cargo.feedback is not None and cargo.rounded.get(self.part) != push.handle:
             cargo.feedback.round(cargo.gradient, self.part)
             cargo.rounded[self.part] = push.handle
@@ -155,15 +190,9 @@ class FarShard:
             return None
         return opened
 
-    def receive(self) -> bytes | None:
-        """The next message, or None if there is none right now."""
-        return self._take(self.link.receive())
-
-    def wait_for(self, timeout_s: float) -> bytes | None:
+    def hear(self, timeout_s: float) -> Parameters | wire.Fetched | None:
         """The next message, or None if there is none within the time."""
-        return self._take(self.link.wait_for(timeout_s))
-
-    def _take(self, received: tuple[bytes, list[memoryview]] | None) -> bytes | None:
+        received = self.link.wait_for(timeout_s)
         if received is None:
             return None
         message, frames = received
@@ -181,7 +210,7 @@ class FarShard:
         except (*wire.BAD_MESSAGE, halves.WrongFrames) as error:
             print(f"refused what {self.link.address} sent: {error}", file=sys.stderr)
             return None
-        return wire.encode(opened)
+        return opened
 
     def close(self) -> None:
         self.link.close()

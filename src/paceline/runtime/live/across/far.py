@@ -31,7 +31,7 @@ from paceline.runtime.live.across.posting import FRAME, HANDSHAKE_S, HELLO, Happ
 from paceline.runtime.live.across.zeromq import KeyedPost, KeyPair, make_keys
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from paceline.runtime.live.across.posting import Part
 
 __all__ = ["FRAME", "FarLink", "FarListener", "KeyPair", "make_keys"]
 
@@ -105,7 +105,7 @@ class FarListener:
             self._look_after()
         return self._take()
 
-    def send(self, name: bytes, message: bytes, frames: Sequence[Buffer] = (), passing: bool = False) -> bool:
+    def send(self, name: bytes, message: bytes, frames: Sequence[Part] = (), passing: bool = False) -> bool:
         """False if that process is not connected.
 
         What is in `frames` must not change before it has arrived, unless it is `passing`.
@@ -204,7 +204,7 @@ class FarLink:
         """It broke; what came over it may still be to be read."""
         self.news = False
         """It is gone, and the waiter does not know."""
-        self.outbox: deque[Sequence[Buffer]] = deque()
+        self.outbox: deque[Sequence[Part]] = deque()
         self.inbox: deque[tuple[bytes, list[memoryview]]] = deque()
         self.back_off_s = BACK_OFF_S[0]
         self.again_at = math.inf
@@ -221,7 +221,7 @@ class FarLink:
         self.back_off_s = BACK_OFF_S[0]
         self._call()
 
-    def send(self, message: bytes, frames: Sequence[Buffer] = ()) -> None:
+    def send(self, message: bytes, frames: Sequence[Part] = ()) -> None:
         """What is in `frames` must not change before it has arrived. What is sent while it is `gone` is lost."""
         if not self.gone:
             self.outbox.append(wrapped(message, frames))

@@ -40,6 +40,8 @@ from paceline.runtime.live.across.posting import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from paceline.runtime.live.across.posting import Part
+
 GREETING = b"paceline tcp 1\n"
 WAITING = 1024
 """Callers that may wait to be accepted."""
@@ -47,6 +49,8 @@ STRANGERS = 256
 """Connections of whom nobody knows yet who they are; with more, the oldest is closed."""
 AT_ONCE = 1 << 14
 """Bytes read when it is not known yet what comes. More would be copied once more."""
+LUMP = 1 << 18
+"""Bytes of a large part that are waited for at least."""
 VIEWS = 512
 """Pieces of memory that the kernel takes at once."""
 LOOK_S = 0.5
@@ -90,6 +94,7 @@ class Line:
         self.parts: list[Buffer] = []
         """Of the message that is coming, where they go; and of these the rest that is to be read."""
         self.unread: list[memoryview] = []
+        self.lump = 1
         self.unwanted = 0
         """Bytes to come of a message that is too large."""
 
@@ -101,6 +106,13 @@ class Line:
             if views:
                 return
             self.leaving.popleft()
+
+    def expect(self) -> None:
+        """Have the kernel wait for this much before it says that something is there: to be woken costs, too."""
+        lump = max(1, min(LUMP, sum(map(len, self.unread))))
+        if lump != self.lump:
+            self.lump = lump
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lump)
 
     def is_silent(self) -> bool:
         """Whether the other end has not confirmed for too long what was sent, though it was sent again."""
@@ -182,13 +194,17 @@ class PlainPost:
         while self.happenings:
             yield self.happenings.popleft()
 
-    def send(self, route: bytes, parts: Sequence[Buffer], passing: bool = False) -> bool:
+    def send(self, route: bytes, parts: Sequence[Part], passing: bool = False) -> bool:
         line = self.routes.get(route)
         if line is None or (self.hwm and len(line.leaving) >= self.hwm):
             return False
-        views = [memoryview(part).cast("B") for part in parts]
-        head = struct.pack(f"<{1 + len(views)}I", len(views), *map(len, views))
-        message = [memoryview(head), *filter(None, views)]
+        message = [memoryview(b"")]
+        lengths = []
+        for part in parts:
+            views = [memoryview(each).cast("B") for each in (part if isinstance(part, tuple) else (part,))]
+            lengths.append(sum(map(len, views)))
+            message += filter(None, views)
+        message[0] = memoryview(struct.pack(f"<{1 + len(lengths)}I", len(lengths), *lengths))
         line.leaving.append(message)
         if len(line.leaving) == 1:
             self._send(line)
@@ -287,8 +303,8 @@ class PlainPost:
                 advance(line.unread, count)
                 if not line.unread:
                     self._done(line)
-                    return
-            if not full:
+            if not full or not line.unread:
+                line.expect()
                 return
 
     def _understand(self, line: Line, data: bytes) -> bool:

@@ -17,6 +17,9 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    Part = Buffer | tuple[Buffer, ...]
+    """It may lie in several places; with keys it is copied then."""
+
 FRAME = 1 << 20
 """Bytes of the largest frame. The connection that sends a larger one is closed."""
 SLACK = 1 << 10
@@ -70,7 +73,7 @@ class Taken(Struct, frozen=True):
         return b"".join(parts[2:end]), parts[end:]
 
 
-def wrapped(message: bytes, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+def wrapped(message: bytes, frames: Sequence[Part]) -> Sequence[Part]:
     """The parts of a message. A header that is larger than a frame travels in pieces: nothing, how many, they."""
     if 0 < len(message) <= FRAME:
         return (message, *frames)
@@ -95,7 +98,7 @@ class Post(Protocol):
     def happened(self) -> Iterator[tuple[Happening, int, str]]:
         """What has happened to connections: what, the descriptor, why."""
 
-    def send(self, route: bytes, parts: Sequence[Buffer], passing: bool = False) -> bool:
+    def send(self, route: bytes, parts: Sequence[Part], passing: bool = False) -> bool:
         """False if it does not leave: nobody is at the other end of the route, or too much waits for it.
 
         What is in `parts` must not change before it has arrived, unless it is `passing`: then it may at once.

@@ -33,7 +33,7 @@ from paceline.runtime.live.across.posting import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from paceline.runtime.live.across.posting import Part
 
 HEARTBEAT_MS, HEARTBEAT_LIMIT_MS = 500, 1500
 HANDSHAKE_MS = int(1000 * HANDSHAKE_S)
@@ -162,12 +162,13 @@ class KeyedPost:
             if event in HAPPENINGS:
                 yield HAPPENINGS[event], value, REASONS.get(event, "is gone")
 
-    def send(self, route: bytes, parts: Sequence[Buffer], passing: bool = False) -> bool:
+    def send(self, route: bytes, parts: Sequence[Part], passing: bool = False) -> bool:
         if self.socket is None:
             return False
         try:
+            whole = [b"".join(part) if isinstance(part, tuple) else part for part in parts]
             self.socket.send_multipart(
-                (route, *parts) if self.listens else parts, zmq.NOBLOCK, copy=passing, track=False
+                [route, *whole] if self.listens else whole, zmq.NOBLOCK, copy=passing, track=False
             )
         except zmq.ZMQError as error:
             if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):

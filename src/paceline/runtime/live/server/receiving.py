@@ -81,8 +81,8 @@ class FarSegment(Segment):
             else halves.cut(leaving, ranges, FRAME, itemsize)
         )
         self.frames = halves.frames_of(parts)
-        self.within = find(holding.optimizer.pieces, ranges) if same else None
-        """Of each piece: the frame it comes in, and where in it."""
+        self.within = find(holding.optimizer.pieces, ranges, itemsize) if same else None
+        """Of each piece: the frame it comes in, from which byte of it on, and how many elements it has."""
         self.kept = Kept(self.places, self.dtype)
         """What has come of a gradient that is still being computed."""
         self.let_frames_go()
@@ -92,8 +92,10 @@ class FarSegment(Segment):
         if self.within is None:
             halves.fill(self.places, frames, self.dtype)
         else:
-            vectors = [torch.frombuffer(frame, dtype=self.dtype) for frame in frames]
-            self.gradient = [vectors[frame][start:stop] for frame, start, stop in self.within]
+            self.gradient = [
+                torch.frombuffer(frames[frame], dtype=self.dtype, offset=offset, count=count)
+                for frame, offset, count in self.within
+            ]
             self.arrived = list(frames)
 
     def keep(self) -> list[Tensor]:
@@ -105,8 +107,8 @@ class FarSegment(Segment):
             self.gradient, self.arrived = [], []
 
 
-def find(pieces: Sequence[Piece], ranges: Ranges) -> list[tuple[int, int, int]] | None:
-    """In which range each piece lies, and from where to where; None if one does not lie in one."""
+def find(pieces: Sequence[Piece], ranges: Ranges, itemsize: int) -> list[tuple[int, int, int]] | None:
+    """In which range each piece lies, from which byte of it on, and its length; None if one does not lie in one."""
     within, frame = [], 0
     for piece in pieces:
         while ranges[frame][1] <= piece.start:
@@ -114,7 +116,7 @@ def find(pieces: Sequence[Piece], ranges: Ranges) -> list[tuple[int, int, int]] 
         start, stop = ranges[frame]
         if piece.start + piece.length > stop:
             return None
-        within.append((frame, piece.start - start, piece.start - start + piece.length))
+        within.append((frame, itemsize * (piece.start - start), piece.length))
     return within
 
 

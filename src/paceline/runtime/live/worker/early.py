@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from paceline.runtime.live import wire
 from paceline.tensors import halves
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.layout import Layout
+
+Frame = TypeVar("Frame")
 
 
 class Sending(Protocol):
@@ -80,9 +82,7 @@ class Ahead:
         self.sent.update(whole)
         return whole
 
-    def complete(
-        self, exchange: wire.Exchange, frames: Sequence[memoryview]
-    ) -> tuple[wire.Commit, list[memoryview]] | None:
+    def complete(self, exchange: wire.Exchange, frames: Sequence[Frame]) -> tuple[wire.Commit, list[Frame]] | None:
         """What is left to send with this push; None if it is everything. Should it be sent again, everything is."""
         attempt, sent = self.attempt, self.sent
         self.begin()

@@ -137,6 +137,15 @@ def copy_and_look(gradient: Tensor, view: Tensor) -> bool:
     return finite
 
 
+def are_finite(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether all of these are; they are looked at where they are."""
+    there = (each for each in gradients if each is not None)
+    return all(
+        all(map(is_finite, each.reshape(-1).split(AT_ONCE))) if each.numel() > AT_ONCE else is_finite(each)
+        for each in there
+    )
+
+
 def is_finite(values: Tensor) -> bool:
     """Whether all values are: a sum is one pass, and only a sum that is not finite needs a second look."""
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline.core.events import ParametersArrived
 from paceline.core.messages import Parameters, Pull, Push
@@ -92,13 +93,29 @@ class Talk:
         """Send what the machine has ordered: one message to each shard."""
         for shard, messages in self.outbox.items():
             exchange = wire.Exchange(tuple(messages), hyper, absent, refusal)
-            self.links[shard].send(wire.encode(exchange))
+            self.tell(shard, exchange)
             # After a rest the pull comes alone: to a server that was restarted, its push is to be said again too.
             before = self.said.get(shard)
             if before is not None and isinstance(before.messages[-1], Push):
                 exchange = msgspec.structs.replace(before, messages=(*before.messages, *messages))
             self.said[shard] = exchange
         self.outbox.clear()
+
+    def tell(self, shard: int, request: wire.Exchange | wire.Fetch) -> None:
+        link = self.links[shard]
+        if isinstance(link, FarShard):
+            link.say(request)
+        else:
+            link.send(wire.encode(request))
+
+    def loosen(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether this gradient goes to the servers from where it is, and need not be in a segment."""
+        cargo = self.cargo
+        if cargo is None:
+            return False
+        goes = all(isinstance(link, FarShard) and link.gathers for link in self.links)
+        cargo.loose = gradients if goes and cargo.may_be_loose(gradients) else ()
+        return bool(cargo.loose)
 
     def stage(self, index: int) -> None:
         """With `overlap`: this tensor's gradient is in the segment, and what is whole with it may leave."""
@@ -124,10 +141,16 @@ class Talk:
 
     def hear(self, shard: int, timeout_s: float) -> bool:
         """Hear a shard's answer, if it comes within the time; whether it did."""
-        message = self.links[shard].wait_for(timeout_s)
+        link = self.links[shard]
+        message: Parameters | wire.Fetched | None
+        if isinstance(link, FarShard):
+            message = link.hear(timeout_s)
+        else:
+            received = link.wait_for(timeout_s)
+            message = None if received is None else wire.decode_from_shard(received)
         if message is None:
             return False
-        self.take(wire.decode_from_shard(message))
+        self.take(message)
         return True
 
     def take(self, message: wire.Fetched | Parameters) -> None:
@@ -167,7 +190,7 @@ class Talk:
         if shard not in self.said or not (shard in worker.machine.waiting or worker.machine.pausing):
             return
         worker.segments.restore(self.assignment[shard], worker.pushed)
-        self.links[shard].send(wire.encode(self.said[shard]))
+        self.tell(shard, self.said[shard])
 
     def fetch_state(self) -> State:
         """The optimizer's whole state, from all servers."""
@@ -176,13 +199,13 @@ class Talk:
         for shard in range(len(self.links)):
             file = f"state-{worker.rank}.{worker.incarnation}-{shard}"
             self.fetched.discard(file)
-            self.links[shard].send(wire.encode(wire.Fetch(file)))
+            self.tell(shard, wire.Fetch(file))
             while file not in self.fetched:
                 if not self.hear(shard, IDLE_S) and self.links[shard].gone:
                     worker.waiter.wait(IDLE_S)
                     self.mend(shard)
                     worker.hear_driver()
-                    self.links[shard].send(wire.encode(wire.Fetch(file)))
+                    self.tell(shard, wire.Fetch(file))
             parts.append(load_file(worker.folder / file))
             (worker.folder / file).unlink()
         return state.join(parts, worker.layout, self.assignment)

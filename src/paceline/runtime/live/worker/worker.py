@@ -44,7 +44,7 @@ from paceline.runtime.live.worker.hands import Hands
 from paceline.runtime.live.worker.hindering import Hindrance
 from paceline.runtime.live.worker.overlap import Overlap
 from paceline.runtime.live.worker.segments import Segments
-from paceline.runtime.live.worker.staging import Transfer
+from paceline.runtime.live.worker.staging import Transfer, are_finite
 from paceline.runtime.live.worker.talking import Talk
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import Hyper, State
@@ -139,7 +139,12 @@ class LiveWorker(WorkerCarrier):
         """Push a gradient; return when the model holds the parameters of the next iteration."""
         self.check_whole(gradients)
         self.pushed = gradients
-        finite = self.overlap.commit(gradients) if self.overlap is not None else self.transfer.write(gradients)
+        if self.overlap is not None:
+            finite = self.overlap.commit(gradients)
+        elif self.talk.loosen(gradients):
+            finite = are_finite(gradients)
+        else:
+            finite = self.transfer.write(gradients)
         refusal = "" if finite else "the gradient is not finite"
         if refusal:
             rejected = wire.Rejected(self.rank, self.machine.iteration, refusal)
@@ -217,7 +222,10 @@ class LiveWorker(WorkerCarrier):
 
     def reslice(self, order: wire.Resliced) -> None:
         """There are other servers, or these have other parts of the parameters: go on with them."""
+        was_loose = self.talk.loosen(self.pushed)
         self.talk.meet(order.assignment, order.doors)
+        if was_loose and not self.talk.loosen(self.pushed):
+            self.transfer.write(self.pushed)
         self.hold_at = None
         self.talk.sent_hyper = None
         self.talk.said.clear()
