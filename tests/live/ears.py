@@ -15,8 +15,11 @@ Heard = tuple[bytes, bytes, list[memoryview]]
 class Ear:
     """`keys` of the listener, `links` to it, and what it `heard` so far."""
 
-    def __init__(self, secure: bool = True, port: int = 0, largest: int = 1 << 27, hwm: int = 64) -> None:
+    def __init__(
+        self, secure: bool = True, port: int = 0, largest: int = 1 << 27, hwm: int = 64, aside: bool = False
+    ) -> None:
         self.keys = make_keys() if secure else None
+        self.aside = aside
         self.waiter = Waiter()
         self.links: list[FarLink] = []
         self.heard: list[Heard] = []
@@ -24,7 +27,7 @@ class Ear:
         self.listen(port, largest, hwm)
 
     def listen(self, port: int, largest: int = 1 << 27, hwm: int = 64) -> None:
-        self.listener = FarListener("127.0.0.1", (port, port), self.keys, largest, hwm)
+        self.listener = FarListener("127.0.0.1", (port, port), self.keys, largest, hwm, self.aside)
         self.waiter.watch(self.listener)
 
     @property
@@ -41,7 +44,7 @@ class Ear:
             keys = make_keys()
         if keys is not None and enrolled:
             self.listener.enrol(keys.public, name)
-        link = FarLink(self.address, name, keys, server_key or self.public)
+        link = FarLink(self.address, name, keys, server_key or self.public, aside=self.aside)
         self.links.append(link)
         self.waiter.watch(link)
         return link

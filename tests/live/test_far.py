@@ -7,7 +7,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -17,9 +17,10 @@ from paceline.runtime.live.sockets import Waiter
 from tests.live.ears import Ear, cut_up
 
 
-@pytest.fixture(params=[True, False], ids=["keys", "plain"])
+@pytest.fixture(params=[(True, False), (False, False), (False, True)], ids=["keys", "plain", "aside"])
 def ear(request: pytest.FixtureRequest) -> Iterator[Ear]:
-    ear = Ear(request.param)
+    secure, aside = request.param
+    ear = Ear(secure, aside=aside)
     yield ear
     ear.close()
 
@@ -61,6 +62,66 @@ def test_forty_megabytes_there_and_back(ear: Ear) -> None:
     message, frames = link.wait_for(10.0) or (b"", [])
     assert message == b"parameters"
     assert b"".join(frames) == data
+
+
+def test_parts_may_lie_in_several_places_and_may_change_at_once_if_they_are_passing(ear: Ear) -> None:
+    link = ear.met(b"3:1")
+    data = bytearray(random.Random(0).randbytes(9 * FRAME))
+    expected = bytes(data)
+    halves = [memoryview(data)[at : at + FRAME // 2] for at in range(0, len(data), FRAME // 2)]
+    link.send(b"push", [tuple(halves[at : at + 2]) for at in range(0, len(halves), 2)])
+    [(_, message, frames)] = ear.hear(1)
+    assert (message, b"".join(frames), len(frames)) == (b"push", expected, 9)
+    for number in range(3):
+        assert ear.listener.send(b"3:1", b"%d" % number, cut_up(memoryview(data), FRAME), passing=True)
+        data[:] = bytes([number]) * len(data)
+    for number in range(3):
+        ear.until(lambda: link.inbox)
+        message, frames = link.wait_for(10.0) or (b"", [])
+        assert message == b"%d" % number
+        assert b"".join(frames) == (bytes([number - 1]) * len(data) if number else expected)
+
+
+def test_aside_messages_come_and_leave_while_both_ends_compute() -> None:
+    ear = Ear(secure=False, aside=True)
+    link = ear.met(b"1:0")
+    data = bytes(60 * FRAME)  # more than the kernels hold
+    link.send(b"push", cut_up(data, FRAME))
+    begin = time.monotonic()
+    while not ear.listener.post.post.inbox:  # nobody waits for anything
+        assert time.monotonic() - begin < 10.0
+        time.sleep(0.01)
+    assert ear.hear(1)[0][1] == b"push"
+    for number in range(200):
+        link.send(b"%d" % number)
+    time.sleep(0.2)
+    assert len(ear.listener.post.post.inbox) < 200, "and it does not read without end"
+    assert [message for _, message, _ in ear.hear(200)] == [b"%d" % number for number in range(200)]
+    ear.close()
+
+
+def test_frames_are_read_to_where_they_belong() -> None:
+    ear, place = Ear(secure=False), bytearray(3 * FRAME)
+    asked: list[tuple[bytes, list[int]]] = []
+
+    def land(message: bytes, lengths: Sequence[int]) -> list[memoryview] | None:
+        asked.append((message, list(lengths)))
+        return cut_up(memoryview(place), FRAME) if message == b"here" else None
+
+    link = FarLink(ear.address, b"1:0", None, "", landing=land)
+    ear.links.append(link)
+    ear.waiter.watch(link)
+    ear.until(lambda: ear.listener.connected(b"1:0"))
+    data = random.Random(0).randbytes(3 * FRAME)
+    for word in (b"elsewhere", b"here"):
+        assert not any(place)
+        assert ear.listener.send(b"1:0", word, cut_up(data, FRAME))
+        ear.until(lambda: link.inbox)
+        message, frames = link.wait_for(1.0) or (b"", [])
+        assert (message, b"".join(frames)) == (word, data)
+    assert place == data
+    assert asked == [(b"elsewhere", 3 * [FRAME]), (b"here", 3 * [FRAME])]
+    ear.close()
 
 
 def test_each_is_answered_by_its_name(ear: Ear) -> None:
@@ -131,9 +192,18 @@ def test_a_link_waits_for_a_listener_that_is_not_there_yet(ear: Ear) -> None:
 
 
 def test_what_had_not_left_when_a_link_is_reopened_never_does(ear: Ear) -> None:
-    link = ear.link(b"1:0")
+    port = ear.listener.port
+    ear.deafen()
+    keys = make_keys() if ear.keys else None
+    link = FarLink(f"tcp://127.0.0.1:{port}", b"1:0", keys, ear.public, aside=ear.aside)
+    ear.links.append(link)
     link.send(b"forget it")
+    assert link.wait_for(0.2) is None
     assert link.outbox
+    ear.listen(port)
+    if keys is not None:
+        ear.listener.enrol(keys.public, b"1:0")
+    ear.waiter.watch(link)
     link.reopen()
     link.send(b"instead")
     assert ear.hear(1) == [(b"1:0", b"instead", [])]
@@ -259,6 +329,9 @@ def test_a_client_that_is_killed_is_missed_at_once(ear: Ear, client: int) -> Non
 
 
 def test_a_host_that_is_silent_is_missed_within_three_seconds(ear: Ear, client: int) -> None:
+    """Without keys the kernels ask each other: tests/hosts/test_far_hosts.py."""
+    if ear.keys is None:
+        pytest.skip("a process that is stopped is not silent to a kernel")
     os.kill(client, signal.SIGSTOP)
     assert 0.5 < ear.until(lambda: ear.gone == [b"1:0"]) < 3.0
     assert not ear.listener.send(b"1:0", b"x")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +15,7 @@ import zmq
 
 from benchmarks.fuzz_far import Samples
 from paceline.runtime.live.across.far import FRAME, KeyPair, make_keys
+from paceline.runtime.live.across.line import GREETING
 from paceline.runtime.live.across.posting import HANDSHAKE_S, SLACK
 from tests.live.ears import Ear, cut_up, resident_mb
 
@@ -45,14 +49,14 @@ def strange(ear: Ear, keys: KeyPair, route: bytes) -> zmq.Socket[bytes]:
     return stranger
 
 
-def test_fifty_silent_connections_are_closed_and_disturb_nobody(ear: Ear) -> None:
-    link = ear.met(b"1:0")
+def test_fifty_silent_connections_are_closed_and_disturb_nobody(anyone: Ear) -> None:
+    link = anyone.met(b"1:0")
     before_mb = resident_mb()
-    silent = [socket.create_connection(("127.0.0.1", ear.listener.port)) for _ in range(50)]
+    silent = [socket.create_connection(("127.0.0.1", anyone.listener.port)) for _ in range(50)]
     open_ones = set(silent)
     begin = time.monotonic()
     while open_ones:
-        assert ear.works(link, b"1:0")
+        assert anyone.works(link, b"1:0")
         assert time.monotonic() - begin < 3 * HANDSHAKE_S
         for connection in list(open_ones):
             connection.settimeout(0.001)
@@ -65,28 +69,72 @@ def test_fifty_silent_connections_are_closed_and_disturb_nobody(ear: Ear) -> Non
                 open_ones.discard(connection)
     for connection in silent:
         connection.close()
-    ear.until(lambda: len(ear.listener.callers.open) == 1)
+    anyone.until(lambda: len(anyone.listener.callers.open) == 1)
     assert resident_mb() - before_mb < 10
 
 
-@pytest.mark.parametrize("greeting", [False, True])
-def test_garbage_is_cut_off_and_disturbs_nobody(ear: Ear, greeting: bool) -> None:
+ZEROMQ = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(13, b"\0") + bytes(41)
+
+
+@pytest.mark.parametrize("begin", [b"", ZEROMQ, GREETING, GREETING + b"\x03new"], ids=["none", "zmq", "ours", "named"])
+@pytest.mark.parametrize("secure", [True, False], ids=["keys", "plain"])
+def test_garbage_is_cut_off_and_disturbs_nobody(secure: bool, begin: bytes) -> None:
+    ear = Ear(secure)
     link = ear.met(b"1:0")
     noise = random.Random(0)
-    begin = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(13, b"\0") + bytes(41) if greeting else b""
     for _ in range(50):
         with socket.create_connection(("127.0.0.1", ear.listener.port)) as connection:
-            connection.settimeout(5.0)
-            try:
-                connection.sendall(begin + noise.randbytes(noise.randrange(1, 5000)))
+            connection.sendall(begin + noise.randbytes(noise.randrange(1, 5000)))
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-                while connection.recv(1 << 10):
-                    pass
-            except OSError:
-                pass
+            drain(ear, connection)
         assert ear.works(link, b"1:0")
     ear.until(lambda: len(ear.listener.callers.open) == 1)
-    assert ear.gone == []
+    assert b"1:0" not in ear.gone
+    assert ear.heard == []
+    ear.close()
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 1000], ids=["byte by byte", "by sevens", "by thousands"])
+def test_what_comes_in_pieces_is_one_message(pieces: int) -> None:
+    ear = Ear(secure=False)
+    noise = random.Random(0)
+    parts = [b"hello", noise.randbytes(50), b"", noise.randbytes(3000)]
+    said = GREETING + b"\x031:0" + struct.pack("<2I", 1, 0) + struct.pack("<5I", 4, *map(len, parts)) + b"".join(parts)
+    with socket.create_connection(("127.0.0.1", ear.listener.port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(said), pieces):
+            connection.sendall(said[at : at + pieces])
+            ear.waiter.wait(0.0)
+        assert ear.hear(1) == [(b"1:0", parts[0], [memoryview(part) for part in parts[1:]])]
+    ear.until(lambda: ear.gone == [b"1:0"])
+    ear.close()
+
+
+@pytest.mark.parametrize("head", [(0,), (1 << 31,), (2, 5, 1 << 24), ((1 << 32) - 1, 7)], ids=str)
+def test_what_can_be_no_message_ends_the_connection(head: tuple[int, ...]) -> None:
+    ear = Ear(secure=False)
+    other, before_mb = ear.met(b"2:0"), resident_mb()
+    with socket.create_connection(("127.0.0.1", ear.listener.port)) as connection:
+        connection.sendall(GREETING + b"\x031:0" + struct.pack(f"<{len(head)}I", *head) + bytes(100))
+        drain(ear, connection)
+    assert ear.works(other, b"2:0")
+    assert ear.heard == []
+    assert resident_mb() - before_mb < 10
+    ear.close()
+
+
+def drain(ear: Ear, connection: socket.socket) -> None:
+    """Read, while the listener is waited for, until it is closed or broken."""
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while connection.recv(1 << 10):
+                pass
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    ear.until(lambda: not reading.is_alive())
 
 
 def test_a_stranger_who_takes_anothers_route_gets_nothing(ear: Ear) -> None:
@@ -106,21 +154,24 @@ def test_a_stranger_who_takes_anothers_route_gets_nothing(ear: Ear) -> None:
         each.context.destroy(linger=0)
 
 
-def test_a_frame_that_is_too_large_ends_the_connection(ear: Ear) -> None:
-    link, other = ear.met(b"1:0"), ear.met(b"2:0")
-    link.send(b"push", [bytes(FRAME + SLACK)])
-    ear.until(lambda: link.gone)
-    ear.until(lambda: ear.gone == [b"1:0"])
-    assert ear.works(other, b"2:0")
-    assert ear.heard == []
+def test_a_frame_that_is_too_large_ends_the_connection(anyone: Ear) -> None:
+    link, other = anyone.met(b"1:0"), anyone.met(b"2:0")
+    link.send(b"push", [bytes(FRAME + SLACK + 1)])
+    anyone.until(lambda: link.gone)
+    anyone.until(lambda: anyone.gone == [b"1:0"])
+    assert anyone.works(other, b"2:0")
+    assert anyone.heard == []
     link.reopen()
-    assert ear.works(link, b"1:0")
+    assert anyone.works(link, b"1:0")
 
 
 @pytest.mark.parametrize("frames", [(FRAME, 5), (1, 2000)], ids=["bytes", "number"])
-def test_a_message_of_too_much_is_not_read(frames: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("secure", [True, False], ids=["keys", "plain"])
+def test_a_message_of_too_much_is_not_read(
+    frames: tuple[int, int], secure: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     size, count = frames
-    ear = Ear(largest=4 * FRAME)
+    ear = Ear(secure, largest=4 * FRAME)
     link, other = ear.met(b"1:0"), ear.met(b"2:0")
     for _ in range(3):
         link.send(b"push", count * [bytes(size)])
@@ -131,9 +182,10 @@ def test_a_message_of_too_much_is_not_read(frames: tuple[int, int], capsys: pyte
     ear.close()
 
 
-def test_who_does_not_read_is_cut_off() -> None:
+@pytest.mark.parametrize("secure", [True, False], ids=["keys", "plain"])
+def test_who_does_not_read_is_cut_off(secure: bool) -> None:
     """Its messages would pile up here for ever."""
-    ear = Ear(hwm=2)
+    ear = Ear(secure, hwm=2)
     link, other = ear.met(b"1:0"), ear.met(b"2:0")
     ear.waiter.forget(link.fileno())
     frames = cut_up(bytes(8 * FRAME), FRAME)
@@ -164,19 +216,19 @@ def test_strange_parts_are_no_message_and_do_no_harm(ear: Ear) -> None:
     stranger.context.destroy(linger=0)
 
 
-def test_ten_thousand_mutated_messages(ear: Ear) -> None:
+def test_ten_thousand_mutated_messages(anyone: Ear) -> None:
     """A hundred thousand: `python benchmarks/fuzz_far.py`."""
-    link = ear.met(b"1:0")
+    link = anyone.met(b"1:0")
     samples = Samples(0)
     rounds_mb: list[float] = []
     for _ in range(10):
         for _ in range(1000):
             link.send(*samples.mutated())
-        for name, message, frames in ear.hear(1000):
+        for name, message, frames in anyone.hear(1000):
             assert name == b"1:0"
             samples.read(message, frames)
         rounds_mb.append(resident_mb())
     assert samples.refused > 5000
     assert samples.understood > 100
     assert max(rounds_mb[1:]) - rounds_mb[0] < 10, rounds_mb
-    assert ear.works(link, b"1:0")
+    assert anyone.works(link, b"1:0")

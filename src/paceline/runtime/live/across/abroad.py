@@ -93,7 +93,9 @@ class FarShard:
         same = cargo.dtype == cargo.layout.torch_dtype
         self.gathers = keys is None
         """It can send what lies in several places."""
-        self.link = FarLink(door.address, name, keys, door.key, landing=self.land if same else None)
+        self.link = FarLink(
+            door.address, name, keys, door.key, landing=self.land if same else None, aside=cargo.leaves_early
+        )
         self.run = run
         self.life = door.life
         self.cargo = cargo

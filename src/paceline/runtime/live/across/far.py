@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.runtime.live.across.callers import Callers
-from paceline.runtime.live.across.plain import Landing, PlainPost
+from paceline.runtime.live.across.line import Landing
+from paceline.runtime.live.across.plain import plain_post
 from paceline.runtime.live.across.posting import FRAME, HANDSHAKE_S, HELLO, Happening, Post, Taken, wrapped
 from paceline.runtime.live.across.zeromq import KeyedPost, KeyPair, make_keys
 
@@ -55,11 +56,18 @@ class FarListener:
     """Accepts any number of named processes on one port. It hears them, and lets them in, while somebody waits for it.
 
     `ports` are the first and the last that may be used; (0, 0) leaves it to the system. A process for which more than
-    `hwm` messages wait is cut off.
+    `hwm` messages wait is cut off. With `aside`, messages come and leave while nobody waits, too; with keys they always
+    do.
     """
 
     def __init__(
-        self, host: str, ports: tuple[int, int], keys: KeyPair | None, largest: int = LARGEST, hwm: int = QUEUE
+        self,
+        host: str,
+        ports: tuple[int, int],
+        keys: KeyPair | None,
+        largest: int = LARGEST,
+        hwm: int = QUEUE,
+        aside: bool = False,
     ) -> None:
         self.keys = keys
         self.largest = largest
@@ -70,7 +78,7 @@ class FarListener:
         """Somebody is gone, and the waiter does not know."""
         self.taken = 0
         self.warned: set[bytes] = set()
-        self.post: Post = PlainPost(largest, hwm) if keys is None else KeyedPost(keys, largest, hwm)
+        self.post: Post = plain_post(largest, hwm, None, aside) if keys is None else KeyedPost(keys, largest, hwm)
         try:
             self.port = self.post.listen(host, ports)
         except PacelineError:
@@ -179,7 +187,8 @@ class FarListener:
 class FarLink:
     """A connection to a far listener, under a name of one's own: with keys, the one its key was enrolled as.
 
-    Without keys, frames may be read straight to where `landing` says.
+    With `aside`, messages come and leave while nobody waits, too; with keys they always do. Without keys, frames may be
+    read straight to where `landing` says.
     """
 
     def __init__(
@@ -190,11 +199,12 @@ class FarLink:
         server_key: str,
         hwm: int = QUEUE,
         landing: Landing | None = None,
+        aside: bool = False,
     ) -> None:
         self.address = address
         self.name = name
         self.server_key = server_key
-        self.post: Post = PlainPost(ANSWER, hwm, landing) if keys is None else KeyedPost(keys, ANSWER, hwm)
+        self.post: Post = plain_post(ANSWER, hwm, landing, aside) if keys is None else KeyedPost(keys, ANSWER, hwm)
         self.refused = ""
         """Why the last attempt to get in came to nothing, if it did."""
         self.gone = False

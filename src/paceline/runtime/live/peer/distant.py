@@ -5,7 +5,7 @@ has said that it has them (`steady.py`); a connection that broke is opened anew 
 that everything comes once and in order, tokens too, or the driver's view says that the neighbour is gone. Nothing is
 said again for a lapse of time: a neighbour that computes hears nothing, and is not to get its parameters twice.
 
-The frames are the slot's own memory, and ZeroMQ sends from there, in a thread of its own, while the script computes.
+The frames are the slot's own memory, and a thread sends from there while the script computes.
 The slot stays lent until the neighbour has the parcel, since it may have to be sent again; then this side writes the
 neighbour's word into the slot, and from there on all is as with a neighbour of this host. As halves, a rounded copy
 travels instead, the same one for all, and the slot is free at once. What comes is written into private memory that
@@ -101,7 +101,7 @@ class Distant:
         self.mail = mail
         self.keys = find_keys(folder, *me) if abroad.keys else None
         largest = layout.numel * layout.itemsize + FRAME
-        self.listener = FarListener(abroad.host, abroad.ports, self.keys, largest)
+        self.listener = FarListener(abroad.host, abroad.ports, self.keys, largest, aside=True)
         address = f"tcp://{abroad.advertise or routable(abroad.host)}:{self.listener.port}"
         key = self.keys.public if self.keys is not None else ""
         self.door = Door(me[1], str(folder), doors.read_nonce(folder), address, key)
@@ -157,7 +157,7 @@ class Distant:
         to = self.said.get(process)
         if to is None:
             door = self.doors[process]
-            link = FarLink(door.address, self.name, self.keys, door.key)
+            link = FarLink(door.address, self.name, self.keys, door.key, aside=True)
             to = self.said[process] = Correspondence(link, self._stay(process))
             if self.waiter is not None:
                 self.waiter.watch(link)
