@@ -86,7 +86,7 @@ class Callers:
     def hang_up(self, name: bytes) -> bool:
         """End its connection; False if it has none.
 
-        ZeroMQ has no way to do it: its thread reads that nothing more will come, and closes the connection. The
+        ZeroMQ has no way to do it: whoever reads the connection finds that nothing more will come, and closes it. The
         descriptor may be another one's by now; what is done is done to a duplicate that was looked at.
         """
         caller = self.named.pop(name, None)
