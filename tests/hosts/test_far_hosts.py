@@ -1,4 +1,4 @@
-"""Plain TCP between hosts: one that is gone is noticed, whatever was being said, and one that is slow is not taken so."""
+"""Plain TCP between hosts: one that is gone is noticed, whatever was being said; one that is slow is not taken so."""
 
 from __future__ import annotations
 

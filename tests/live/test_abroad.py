@@ -288,6 +288,27 @@ def test_a_connection_that_breaks_is_mended_and_nothing_counts_twice(abroad: Abr
 
 
 @pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])
+def test_whoever_is_waited_for_all_links_are_looked_after(abroad: Abroad) -> None:
+    """Server 0 may wait for a worker that waits for server 1, which waits for what we have said to it."""
+
+    def work() -> None:
+        module = torch.nn.Linear(3, 2)
+        opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), model=module)
+        talk = session.init().live.talk
+        for _ in range(5):
+            talk.links[1].reopen()
+            until = time.monotonic() + 5.0
+            while not talk.links[1].link.stands:
+                assert time.monotonic() < until
+                assert not talk.hear_any({0}, 0.05)
+            opt.zero_grad()
+            module(torch.ones(1, 3)).sum().backward()
+            opt.step()
+
+    live(far(work), abroad=abroad)
+
+
+@pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])
 def test_what_is_wrong_is_refused_and_the_run_undisturbed(abroad: Abroad, capfd) -> None:
     """Worker 1 says, between its pushes, what nobody should."""
 

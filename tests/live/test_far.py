@@ -93,9 +93,9 @@ def test_aside_messages_come_and_leave_while_both_ends_compute() -> None:
         time.sleep(0.01)
     assert ear.hear(1)[0][1] == b"push"
     for number in range(200):
-        link.send(b"%d" % number)
-    time.sleep(0.2)
-    assert len(ear.listener.post.post.inbox) < 200, "and it does not read without end"
+        link.send(b"%d" % number, [bytes(100_000)])
+    time.sleep(0.5)
+    assert len(ear.listener.post.post.inbox) < 100, "and it does not read without end"
     assert [message for _, message, _ in ear.hear(200)] == [b"%d" % number for number in range(200)]
     ear.close()
 

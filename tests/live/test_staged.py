@@ -32,7 +32,7 @@ from paceline.runtime.live.server.receiving import Receiving
 from paceline.runtime.live.worker.early import Ahead, Kept
 from paceline.tensors.halves import WrongFrames
 from paceline.tensors.layout import Entry, Layout
-from tests.live.test_abroad import driver_of, far, live, meanwhile, my_links, tcp_connections
+from tests.live.test_abroad import LOCAL, OPEN, driver_of, far, live, meanwhile, my_links, tcp_connections
 
 SMALL = 1 << 10
 """Bytes of a frame here, so that a small model has many."""
@@ -383,8 +383,9 @@ def test_over_a_connection_that_breaks_everything_is_sent_again(when: str, count
     assert totals(counted)[1] > 0
 
 
+@pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])
 @pytest.mark.parametrize("when", ["before backward", "in backward", "any time"])
-def test_a_killed_server_comes_back_and_is_sent_everything(when: str, tmp_path: Path) -> None:
+def test_a_killed_server_comes_back_and_is_sent_everything(when: str, abroad: Abroad, tmp_path: Path) -> None:
     """Workers hear of its next life, in which it knows of no frame, at the worst moments there are, or when they do."""
 
     def await_next_life() -> None:
@@ -407,7 +408,8 @@ def test_a_killed_server_comes_back_and_is_sent_everything(when: str, tmp_path: 
             opt.step()
             paceline.log(loss=0.0)
 
-    driver = driver_of(far(work), members=Members(2, 2), keeping=Keeping(tmp_path, every_updates=20))
+    keeping = Keeping(tmp_path, every_updates=20)
+    driver = driver_of(far(work), abroad=abroad, members=Members(2, 2), keeping=keeping)
 
     def kill() -> None:
         while driver.keeper is None or driver.keeper.last is None:

@@ -61,9 +61,10 @@ def test_frames_end_where_the_optimizers_pieces_do() -> None:
     starts = {start for start, _ in ranges}
     pieces = entries.pieces(whole, optimizers.PIECE)
     assert starts <= {piece.start for piece in pieces}
-    assert find(pieces, ranges) is not None
+    assert find(pieces, ranges, 4) is not None
     large = layout(300_000, 5, borders="tensors")
-    assert find(large.pieces(((0, large.numel),), 1), halves.stretches(large, ((0, large.numel),), 1 << 20, 4)) is None
+    small = halves.stretches(large, ((0, large.numel),), 1 << 20, 4)
+    assert find(large.pieces(((0, large.numel),), 1), small, 4) is None
 
 
 def test_an_unknown_wire_is_refused() -> None:

@@ -8,7 +8,7 @@ hearing it, is told again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from paceline.runtime.live.worker.worker import LiveWorker
 
 IDLE_S = 0.2
+TEND_S = 0.02
+"""How long the links to other hosts are left alone while a server of this host is waited for."""
 MEND_S = 0.3
 """How long a broken connection to another host is left alone before it is tried again."""
 
@@ -61,7 +63,7 @@ class Talk:
         self.assignment = assignment
         self.links = [known.pop(each) if each in known else self.knock(*each) for each in enumerate(at)]
         for link in known.values():
-            link.close()
+            self.leave(link)
         for shard, link in enumerate(self.links):
             if isinstance(link, FarShard):
                 link.carry(assignment[shard])
@@ -83,7 +85,13 @@ class Talk:
         keys = find_keys(worker.folder, *process) if abroad.keys else None
         far = FarShard(door, worker.name, worker.config.run, keys, self.cargo)
         far.carry(self.assignment[shard])
+        worker.waiter.watch(far.link)
         return far
+
+    def leave(self, link: Link | FarShard) -> None:
+        if isinstance(link, FarShard):
+            self.worker.waiter.forget(link.link.fileno())
+        link.close()
 
     def say(self, shard: int, message: Push | Pull) -> None:
         """With the next `flush`."""
@@ -139,6 +147,24 @@ class Talk:
     def all_ahead(self) -> list[Ahead]:
         return [link.ahead for link in self.links if isinstance(link, FarShard) and link.ahead is not None]
 
+    def hear_any(self, shards: Collection[int], timeout_s: float) -> bool:
+        """Hear whoever of these shards answers; whether one did.
+
+        Meanwhile the links to servers on other hosts are all looked after: what one of them has not got yet, this one
+        may be waiting for by way of another worker.
+        """
+        far = [shard for shard, link in enumerate(self.links) if isinstance(link, FarShard)]
+        if not far or len(self.links) == 1:
+            return self.hear(min(shards), timeout_s)
+        near = [shard for shard in shards if shard not in far]
+        heard = bool(near) and self.hear(min(near), TEND_S)
+        ready = self.worker.waiter.wait(0.0 if near else timeout_s)
+        for shard in far:
+            link = self.links[shard]
+            if isinstance(link, FarShard) and link.link in ready:
+                heard |= self.hear(shard, 0.0)
+        return heard
+
     def hear(self, shard: int, timeout_s: float) -> bool:
         """Hear a shard's answer, if it comes within the time; whether it did."""
         link = self.links[shard]
@@ -176,7 +202,7 @@ class Talk:
         """A server was restarted: what was said to its last life is to be said again."""
         self.sent_hyper = None
         if self.links[shard].gone or self.doors[shard] != door:
-            self.links[shard].close()
+            self.leave(self.links[shard])
             self.doors[shard] = door
             self.links[shard] = self.knock(shard, door)
             self.say_again(shard)
@@ -212,4 +238,4 @@ class Talk:
 
     def close(self) -> None:
         for link in self.links:
-            link.close()
+            self.leave(link)

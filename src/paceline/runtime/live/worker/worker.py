@@ -257,12 +257,13 @@ class LiveWorker(WorkerCarrier):
                 self.flush()
                 self.give_up_waiting()
                 continue
-            shard = min(self.machine.waiting)
-            if self.talk.hear(shard, IDLE_S):
+            if self.talk.hear_any(self.machine.waiting, IDLE_S):
                 self.flush()
             else:
-                if self.talk.links[shard].gone:
-                    self.waiter.wait(IDLE_S)  # the driver says when it is back
+                gone = [shard for shard in self.machine.waiting if self.talk.links[shard].gone]
+                if len(gone) == len(self.machine.waiting):
+                    self.waiter.wait(IDLE_S)  # the driver says when they are back
+                for shard in gone:
                     self.talk.mend(shard)
                 self.hear_driver()
                 self.trace.flush()
@@ -280,11 +281,10 @@ class LiveWorker(WorkerCarrier):
         """Naive waiting: pull when the time is over. The driver is heard meanwhile."""
         remaining = due - self.now()
         if remaining > 0:
-            time.sleep(min(remaining, IDLE_S))
-            if remaining > IDLE_S:
-                self.hear_driver()
-                if self.stopping:
-                    raise Stopped
+            self.waiter.wait(min(remaining, IDLE_S))
+            self.hear_driver()
+            if self.stopping:
+                raise Stopped
         else:
             self.timer = None
             self.seat.tell(TimerFired(self.now(), timer))
@@ -301,7 +301,9 @@ class LiveWorker(WorkerCarrier):
 
     def await_driver(self) -> None:
         """Hear what the driver says next, if it says something soon."""
-        if (message := self.driver.wait_for(IDLE_S)) is not None:
+        if not self.driver.heard_some:
+            self.waiter.wait(IDLE_S)
+        if (message := self.driver.receive()) is not None:
             self.obey(wire.decode_to_worker(message))
 
     def obey(self, message: wire.ToWorker) -> None:
