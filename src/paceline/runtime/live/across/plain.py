@@ -114,13 +114,17 @@ class PlainPost:
         return True
 
     def take(self) -> Taken | None:
-        if not self.inbox:
-            self.wait(0.0)
+        while not self.inbox and self.wait(0.0):
+            pass
         return self.inbox.popleft() if self.inbox else None
 
-    def wait(self, timeout_s: float) -> None:
-        """And do what can be done, once for each connection."""
-        for descriptor, event in self.epoll.poll(timeout_s):
+    def wait(self, timeout_s: float) -> bool:
+        """And do what can be done for one connection; False if there was none.
+
+        One at a time, the others have their turn next: what is read is used while it is in the cache.
+        """
+        ready = self.epoll.poll(timeout_s, 1)
+        for descriptor, event in ready:
             line = self.lines.get(descriptor)
             if line is not None:
                 if event & select.EPOLLOUT:
@@ -129,6 +133,7 @@ class PlainPost:
                     self._hear(line)
             elif self.door is not None:
                 self._accept(self.door)
+        return bool(ready)
 
     def rest_s(self) -> float:
         return 0.0 if self.happenings else LOOK_S
@@ -267,8 +272,8 @@ class Aside:
             self.room.notify()
             return self.post.take()
 
-    def wait(self, timeout_s: float) -> None:
-        self.epoll.poll(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.epoll.poll(timeout_s))
 
     def rest_s(self) -> float:
         return self.post.rest_s()

@@ -107,8 +107,8 @@ class Post(Protocol):
     def take(self) -> Taken | None:
         """The next message, if there is one."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Until something may have come, or can leave."""
+    def wait(self, timeout_s: float) -> bool:
+        """Until something may have come, or can leave; False if that is not so within the time."""
 
     def rest_s(self) -> float:
         """How long this can be left alone if nothing comes."""

@@ -200,8 +200,8 @@ class KeyedPost:
                 del parts[1:]
         return Taken(route, int(first.get(zmq.SRCFD)), str(first.get("User-Id")) if route else "", parts, whole)
 
-    def wait(self, timeout_s: float) -> None:
-        self.epoll.poll(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.epoll.poll(timeout_s))
 
     def rest_s(self) -> float:
         return math.inf
