@@ -36,7 +36,7 @@ from paceline.runtime.live.across.far import FarLink
 link = FarLink(f"tcp://{sys.argv[1]}:7000", b"0:0", None, "")
 link.send(b"hello")
 while not link.gone:
-    if link.wait_for(5.0) is not None:
+    if link.wait_for(2.5) is not None:
         link.send(b"again")
         print("heard", flush=True)
     elif link.stands and not link.gone:

@@ -29,6 +29,7 @@ def homes(host: Host) -> list[str]:
     return [path.name for path in host.path("/dev/shm").glob("paceline-*/home-*")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_complete_standard_serial_equals_single_process_and_two_launchers_share_a_host(tmp_path: Path) -> None:
     policy = ("--policy", "hop:graph=complete,order=serial", "--cluster", "steady:compute_s=0.02")

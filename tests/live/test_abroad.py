@@ -259,9 +259,12 @@ def tcp_connections() -> Iterator[socket.socket]:
                 yield connection
 
 
-@pytest.mark.parametrize("way", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("abroad", "way"),
+    [(LOCAL, "float32"), (LOCAL, "bfloat16"), (OPEN, "float32")],
+    ids=["keys-float32", "keys-bfloat16", "open-float32"],
+)
 @pytest.mark.parametrize("pause_s", [0.0, 0.02], ids=["before the answer", "with the answer under way"])
-@pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])
 def test_a_connection_that_breaks_is_mended_and_nothing_counts_twice(abroad: Abroad, way: str, pause_s: float) -> None:
     """What was said is said again: BSP stays exact, whether the push, or the answer, or neither was lost."""
 

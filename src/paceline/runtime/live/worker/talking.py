@@ -55,7 +55,8 @@ class Talk:
         self.fetched: set[str] = set()
         self.cargo: Cargo | None = None
         """What travels, once a server is on another host."""
-        self.mended_s = 0.0
+        self.mended_s: dict[int, float] = {}
+        """When the link to each shard was opened anew."""
 
     def meet(self, assignment: Assignment, at: Sequence[Door]) -> None:
         """Connect to the servers, each in its present life. What each has is by `assignment`."""
@@ -193,8 +194,8 @@ class Talk:
         On this host only the driver can tell when it is back.
         """
         link = self.links[shard]
-        if isinstance(link, FarShard) and time.monotonic() - self.mended_s > MEND_S:
-            self.mended_s = time.monotonic()
+        if isinstance(link, FarShard) and time.monotonic() - self.mended_s.get(shard, 0.0) > MEND_S:
+            self.mended_s[shard] = time.monotonic()
             link.reopen()
             self.say_again(shard)
 
