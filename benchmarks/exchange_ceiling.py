@@ -1,12 +1,18 @@
 """What an exchange through shared memory costs at least on this machine: its passes over memory, and nothing else.
 
-    python benchmarks/exchange_ceiling.py --params 1000000
+    python benchmarks/exchange_ceiling.py --params 1000000 [--mode bsp]
 
 With (workers + 2) x P floats of memory a push takes four passes: the worker copies its gradient into its segment and
 looks whether it is finite, the server steps on it and writes the new parameters back into the segment. Here one
 process does nothing but the first two, over the segments of four workers in turn, and another nothing but the last two,
 in the pieces and with the calls that paceline uses; each has a core. There are no messages, no machines, no waiting.
 Two cores that share all the work of a push cannot do more pushes a second than two over the sum of both times.
+
+With `--mode bsp`, two processes share the passes of one iteration of four workers: each copies and looks at two
+gradients, then steps one half of the parameters on their mean and writes them back into the four segments; they wait
+for each other after each part. Beside it stands what it would take if the workers' models were all views of the
+server's one vector, and nothing had to be written back.
+
 `paceline bench exchange` prints what the whole exchange does.
 """
 
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import socket
 import time
 
 import torch
@@ -44,6 +51,37 @@ def work(segments: list[torch.Tensor], seconds: float) -> float:
     return seconds_each(lambda turn: copy_and_look(gradients[turn], segments[turn]), seconds)
 
 
+def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> float:
+    """Seconds of an iteration under BSP."""
+    params = len(segments[0])
+    vector = shared(params)
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    mine = theirs if child == 0 else ours
+    first, half = (0, slice(0, params // 2)) if child else (2, slice(params // 2, params))
+    values = vector[half] if one_vector else vector[half].clone()
+    layout = layout_of([("weight", values, 0)])
+    optimizer = SliceOptimizer(layout, slice(0, len(values)), values, parse("sgd:lr=0.1"))
+    pieces = [optimizer.cut(segment[half]) for segment in segments]
+    gradients = [torch.full_like(segment, 1e-6) for segment in segments[first : first + 2]]
+    began = 0.0
+    for number in range(10 + iterations):
+        if number == 10:
+            began = time.perf_counter()
+        for gradient, segment in zip(gradients, segments[first:], strict=False):
+            copy_and_look(gradient, segment)
+        mine.send(b".")
+        mine.recv(1)
+        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces)
+        mine.send(b".")
+        mine.recv(1)
+    took = (time.perf_counter() - began) / iterations
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return took
+
+
 def seconds_each(pass_over, seconds: float) -> float:  # type: ignore[no-untyped-def]
     for turn in range(2 * WORKERS):
         pass_over(turn % WORKERS)
@@ -58,9 +96,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1e6)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--mode", choices=("asp", "bsp"), default="asp")
     options = parser.parse_args()
     torch.set_num_threads(1)
     segments = [shared(int(options.params)) for _ in range(WORKERS)]
+    if options.mode == "bsp":
+        count = max(20, int(2e8 * options.seconds / options.params))
+        back, one = (1000 * iterate(segments, one_vector, count) for one_vector in (False, True))
+        print(
+            f"{options.params:.0e} parameters: at least {back:.2f} ms an iteration on two cores, "
+            f"{one:.2f} ms if all models were one vector"
+        )
+        return
     into, out = os.pipe()
     if os.fork() == 0:
         os.write(out, repr(serve(segments, options.seconds)).encode())

@@ -60,10 +60,8 @@ class LiveServer(ServerCarrier):
         self.driver = Link(folder / "driver", b"server:%d" % shard)
         self.receiving = Receiving(self, self.config.abroad) if self.config.abroad is not None else None
         """From workers on other hosts, if there may be any."""
-        self.door = Door(life, str(folder), doors.read_nonce(folder))
-        if self.receiving is not None:
-            door = self.door
-            self.door = Door(life, door.folder, door.nonce, self.receiving.address, self.receiving.key)
+        address, key = ("", "") if self.receiving is None else (self.receiving.address, self.receiving.key)
+        self.door = Door(life, str(folder), doors.read_nonce(folder), address, key)
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), life)
