@@ -26,6 +26,9 @@ def test_bsp_over_three_hosts_equals_single_process(tmp_path: Path) -> None:
         for number, host in enumerate(hosts):
             serving.join(host, f"join{number}", 2, script)
         run = serving.end()
+        said = serving.log("serve")
+    assert "(4 still to come)" in said
+    assert "(2 still to come)" in said
     alone = train_alone("digits-mlp", 6, ITERATIONS, "sgd:lr=0.1", torch.float32)
     assert largest_difference(run.parameters, alone) < 1e-5
     assert {record.node.rank for record in run.trace if record.node.role == "worker"} == set(range(6))

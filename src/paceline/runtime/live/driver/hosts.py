@@ -197,7 +197,9 @@ class Hosts:
         if arrive.workers and not host.ranks:
             host.say(dispatch.Over(driver.peers.full, 1))
             return
-        driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}")
+        missing = 0 if driver.begun else driver.members.workers - len(self.home)
+        rest = f" ({missing} still to come)" if missing > 0 else ""
+        driver.say(f"{host} is there: {', '.join(f'worker {rank}' for rank in host.ranks) or 'for servers'}{rest}")
 
     def _replace(self, rank: int) -> None:
         """Another agent is for this worker now: the one it had, of another name, is not counted on any more."""
