@@ -35,6 +35,8 @@ from paceline.runtime.live.driver.children import function_starter
 from paceline.runtime.live.driver.keeping import Keeping
 from paceline.runtime.live.driver.launch import Driver, LivePlan
 from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.sockets import Link, Listener
+from paceline.runtime.live.worker.talking import Talk
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
@@ -306,6 +308,19 @@ def test_whoever_is_waited_for_all_links_are_looked_after(abroad: Abroad) -> Non
             opt.step()
 
     live(far(work), abroad=abroad)
+
+
+def test_a_server_that_is_gone_keeps_nobody_from_waiting_for_the_others(tmp_path: Path) -> None:
+    """Or a worker would go round and round until it is back."""
+    listener = Listener(tmp_path / "1")
+    talk = Talk(None)
+    talk.links = [Link(tmp_path / str(shard), b"0:0") for shard in range(2)]
+    assert [link.gone for link in talk.links] == [True, False]
+    began = time.monotonic()
+    assert not talk.hear_any({0, 1}, 0.2)
+    assert time.monotonic() - began > 0.15
+    talk.close()
+    listener.close()
 
 
 @pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])

@@ -148,15 +148,18 @@ class Talk:
         return [link.ahead for link in self.links if isinstance(link, FarShard) and link.ahead is not None]
 
     def hear_any(self, shards: Collection[int], timeout_s: float) -> bool:
-        """Hear whoever of these shards answers; whether one did.
+        """Hear whoever of these shards answers; whether one did. If all are gone, at once.
 
         Meanwhile the links to servers on other hosts are all looked after: what one of them has not got yet, this one
         may be waiting for by way of another worker.
         """
+        there = [shard for shard in shards if not self.links[shard].gone]
+        if not there:
+            return False
         far = [shard for shard, link in enumerate(self.links) if isinstance(link, FarShard)]
         if not far or len(self.links) == 1:
-            return self.hear(min(shards), timeout_s)
-        near = [shard for shard in shards if shard not in far]
+            return self.hear(min(there), timeout_s)
+        near = [shard for shard in there if shard not in far]
         heard = bool(near) and self.hear(min(near), TEND_S)
         ready = self.worker.waiter.wait(0.0 if near else timeout_s)
         for shard in far:
