@@ -36,6 +36,8 @@ LOOK_S = 0.5
 """How often it is looked whether the other ends still confirm what they get."""
 AHEAD = 64
 """Messages that a thread reads before somebody wants them."""
+TOO_MANY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The kernel has no room for one more connection."""
 IN, BOTH = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -75,7 +77,11 @@ class PlainPost:
         del server_key
         self.shut(0)
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        line = Line(socket.socket(), self.rules, GREETING + bytes([len(name)]) + name)
+        try:
+            line = Line(socket.socket(), self.rules, GREETING + bytes([len(name)]) + name)
+        except OSError:  # there are too many
+            self.happenings.append((Happening.OVER, -1, UNREACHED))
+            return
         try:
             begun = line.socket.connect_ex((socket.gethostbyname(host), int(port)))
         except OSError as error:
@@ -168,15 +174,19 @@ class PlainPost:
     def _accept(self, door: socket.socket) -> None:
         try:
             connection, _ = door.accept()
-        except OSError:  # it is gone again, or there are too many
-            connection = None
-        if connection is not None:
+        except OSError as error:
+            if error.errno not in TOO_MANY:
+                return  # it is gone again
+            if not self.strangers:
+                self.epoll.modify(door.fileno(), 0)  # until it is looked again
+        else:
             line = Line(connection, self.rules, GREETING)
             self._add(line)
             self.happenings.append((Happening.BEGUN, line.descriptor, ""))
-        if connection is None or len(self.strangers) > STRANGERS:
-            for oldest in list(self.strangers.values())[:1]:
-                self._lose(oldest, BROKE_OFF)
+            if len(self.strangers) <= STRANGERS:
+                return
+        for oldest in list(self.strangers.values())[:1]:
+            self._lose(oldest, BROKE_OFF)
 
     def _send(self, line: Line) -> None:
         try:
@@ -213,6 +223,8 @@ class PlainPost:
 
     def _look_whether_all_live(self) -> None:
         self.looked_s = now = time.monotonic()
+        if self.door is not None:
+            self.epoll.modify(self.door.fileno(), IN)
         for line in list(self.lines.values()):
             if line.stands and line.is_silent():
                 self._lose(line, "")
