@@ -152,7 +152,8 @@ class PlainPost:
             with contextlib.suppress(OSError):
                 while line.stands and line.leaving and (left_s := until - time.monotonic()) > 0:
                     poll.poll(1000 * left_s)
-                    line.send_some()
+                    with contextlib.suppress(BlockingIOError):
+                        line.send_some()
             self._end(line)
         self.happenings.clear()
         self.inbox.clear()
@@ -194,8 +195,9 @@ class PlainPost:
         except BlockingIOError:
             pass
         except OSError:
-            # It will also be heard that it is over, after whatever came before.
+            # It is heard that it is over, after whatever came before. If it was not, half a message would stand there.
             line.leaving.clear()
+            line.shut_down()
         asks = BOTH if line.leaving else IN
         if asks != line.asks:
             line.asks = asks
@@ -241,6 +243,7 @@ class PlainPost:
         if self.routes.get(line.name) is line:
             del self.routes[line.name]
         self.epoll.unregister(line.descriptor)  # a forked process may hold it too, and then closing is not enough
+        line.shut_down()  # for the same reason
         line.socket.close()
 
 
