@@ -121,9 +121,24 @@ class Talk:
         cargo = self.cargo
         if cargo is None:
             return False
-        goes = all(isinstance(link, FarShard) and link.gathers for link in self.links)
-        cargo.loose = gradients if goes and cargo.may_be_loose(gradients) else ()
+        cargo.loose = gradients if self.all_gather() and cargo.may_be_loose(gradients) else ()
         return bool(cargo.loose)
+
+    def fasten(self) -> bool:
+        """Whether the gradient was to go from where it is and cannot any more: a server is on this host by now."""
+        if self.cargo is None or not self.cargo.loose or self.all_gather():
+            return False
+        self.cargo.loose = ()
+        return True
+
+    def all_gather(self) -> bool:
+        """Whether every server can be sent what lies in several places."""
+        return all(isinstance(link, FarShard) and link.gathers for link in self.links)
+
+    def let_gradient_go(self) -> None:
+        """Every server has it."""
+        if self.cargo is not None:
+            self.cargo.loose = ()
 
     def stage(self, index: int) -> None:
         """With `overlap`: this tensor's gradient is in the segment, and what is whole with it may leave."""
