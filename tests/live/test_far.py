@@ -103,6 +103,21 @@ def test_aside_messages_come_and_leave_while_both_ends_compute() -> None:
     ear.close()
 
 
+def test_aside_what_found_no_room_leaves_as_soon_as_there_is_some() -> None:
+    ear = Ear(secure=False, aside=True, hwm=4)
+    link = FarLink(ear.address, b"1:0", None, "", hwm=4, aside=True)
+    ear.links.append(link)
+    ear.waiter.watch(link)
+    ear.until(lambda: ear.listener.connected(b"1:0"))
+    for number in range(60):
+        link.send(b"%d" % number, [bytes(FRAME)])
+    assert link.outbox
+    assert link.wait_for(1.2) is None
+    assert not link.outbox
+    assert [message for _, message, _ in ear.hear(60)] == [b"%d" % number for number in range(60)]
+    ear.close()
+
+
 def test_frames_are_read_to_where_they_belong() -> None:
     ear, place = Ear(secure=False), bytearray(3 * FRAME)
     asked: list[tuple[bytes, list[int]]] = []

@@ -119,6 +119,10 @@ class PlainPost:
             message[:] = [memoryview(bytes(view)) for view in message]
         return True
 
+    def has_room(self) -> bool:
+        """Whether some can be sent over a connection."""
+        return any(len(line.leaving) <= self.hwm // 2 for line in self.routes.values())
+
     def take(self) -> Taken | None:
         while not self.inbox and self.wait(0.0):
             pass
@@ -257,9 +261,11 @@ class Aside:
         self.room = threading.Condition(self.lock)
         self.epoll = select.epoll()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
-        """Rung when something has come, or happened."""
+        """Rung when something has come, or happened, or can leave that could not."""
         self.epoll.register(self.bell, IN)
         self.ending = os.eventfd(0, os.EFD_NONBLOCK)
+        self.full = False
+        """What a caller was to send last found no room. (A listener cuts such a process off.)"""
         self.thread: threading.Thread | None = None
 
     def listen(self, host: str, ports: tuple[int, int]) -> int:
@@ -280,7 +286,9 @@ class Aside:
 
     def send(self, route: bytes, parts: Sequence[Part], passing: bool = False) -> bool:
         with self._used():
-            return self.post.send(route, parts, passing)
+            sent = self.post.send(route, parts, passing)
+            self.full = not sent and self.post.door is None
+            return sent
 
     def take(self) -> Taken | None:
         with self._used():
@@ -318,7 +326,7 @@ class Aside:
                 self.thread = threading.Thread(target=self._look_after, daemon=True, name="paceline tcp")
                 self.thread.start()
             yield
-            if self.post.inbox or self.post.happenings:
+            if self.post.inbox or self.post.happenings or (self.full and self.post.has_room()):
                 os.eventfd_write(self.bell, 1)
             else:
                 with contextlib.suppress(BlockingIOError):
