@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from paceline.core.events import Restored
 from paceline.core.messages import Handle, Members, Pull, Push
 from paceline.run import Run
 from paceline.runtime.live import wire
+from paceline.runtime.live.across import abroad as across_hosts
 from paceline.runtime.live.across import doors
 from paceline.runtime.live.across.abroad import FarShard
 from paceline.runtime.live.across.sealing import seal
@@ -35,6 +36,10 @@ from paceline.runtime.live.driver.children import function_starter
 from paceline.runtime.live.driver.keeping import Keeping
 from paceline.runtime.live.driver.launch import Driver, LivePlan
 from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.server.durable import Durable
+from paceline.runtime.live.sockets import Link, Listener
+from paceline.runtime.live.worker.talking import Talk
+from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.tensors import optimizers
 from paceline.training import train
 from tests.reference import largest_difference, train_alone
@@ -309,6 +314,97 @@ def test_whoever_is_waited_for_all_links_are_looked_after(abroad: Abroad) -> Non
             opt.step()
 
     live(far(work), abroad=abroad)
+
+
+def loosely(work: Callable[[], object], loosened: int) -> Callable[[], None]:
+    """The same work, by workers whose gradients go to other hosts from where they are, so often at least."""
+
+    def run() -> None:
+        goes: list[bool] = []
+        loosen = Talk.loosen
+
+        def loosen_and_tell(talk: Talk, gradients: Sequence[torch.Tensor | None]) -> bool:
+            goes.append(loosen(talk, gradients))
+            return goes[-1]
+
+        across_hosts.WORTH_IT, Talk.loosen = 0, loosen_and_tell
+        work()
+        assert sum(goes) >= loosened
+
+    return run
+
+
+def test_gradients_that_leave_from_where_they_are_survive_connections_and_servers_that_change() -> None:
+    knock = doors.knock
+
+    def work() -> None:
+        doors.knock = lambda folder, process, shard, door: knock(folder, process, shard, door) if shard == 2 else None
+        say, said = FarShard.say, 0
+
+        def say_and_break(self: FarShard, request: wire.Exchange | wire.Fetch) -> None:
+            nonlocal said
+            said += 1
+            say(self, request)
+            if said % 25 == 7 * session.init().rank:
+                for connection in tcp_connections():
+                    connection.shutdown(socket.SHUT_RDWR)
+
+        FarShard.say = say_and_break
+        digits(50, MOMENTUM)()
+        worker = session.init().live
+        assert worker is not None
+        assert worker.talk.cargo is not None
+        assert not worker.talk.cargo.loose, "nobody holds the gradient any more"
+
+    resizes = (Resize(3, at_iteration=10), Resize(1, at_iteration=20))
+    cluster = replace(load("steady:compute_s=0.004"), resizes=resizes)
+    run = live(loosely(work, 30), abroad=OPEN, cluster=cluster)
+    assert [(each.before, each.after) for each in run.server_changes] == [(2, 3), (3, 1)]
+    assert largest_difference(run.parameters, alone_for(50, MOMENTUM)) < 1e-5
+
+
+def test_a_gradient_that_was_to_leave_from_where_it_is_is_there_for_a_server_that_comes_near(tmp_path: Path) -> None:
+    knock = doors.knock
+
+    def work() -> None:
+        doors.knock = lambda *where: None
+        stand_still = LiveWorker.stand_still
+
+        def stand_until_it_is_here(worker: LiveWorker) -> None:
+            stand_still(worker)
+            if worker.iteration == 20:
+                doors.knock = knock
+                (tmp_path / "now").touch()
+                while not worker.talk.doors[0].life:
+                    worker.await_driver()
+
+        LiveWorker.stand_still = stand_until_it_is_here
+        digits(40)()
+
+    keeping = Keeping(tmp_path / "kept", durable=Durable())
+    driver = driver_of(loosely(work, 20), abroad=OPEN, members=Members(1, 1), keeping=keeping)
+
+    def kill() -> None:
+        while not (tmp_path / "now").exists():
+            time.sleep(0.001)
+        next(child for child in driver.children.values() if child.role == "server").kill()
+
+    run = meanwhile(driver, kill)
+    assert run.failures == []
+    assert largest_difference(run.parameters, train_alone("digits-mlp", 1, 40, "sgd:lr=0.1", torch.float32)) < 1e-5
+
+
+def test_a_server_that_is_gone_keeps_nobody_from_waiting_for_the_others(tmp_path: Path) -> None:
+    """Or a worker would go round and round until it is back."""
+    listener = Listener(tmp_path / "1")
+    talk = Talk(None)
+    talk.links = [Link(tmp_path / str(shard), b"0:0") for shard in range(2)]
+    assert [link.gone for link in talk.links] == [True, False]
+    began = time.monotonic()
+    assert not talk.hear_any({0, 1}, 0.2)
+    assert time.monotonic() - began > 0.15
+    talk.close()
+    listener.close()
 
 
 @pytest.mark.parametrize("abroad", [LOCAL, OPEN], ids=["keys", "open"])

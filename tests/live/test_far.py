@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +15,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.runtime.live.across.far import FRAME, FarLink, FarListener, KeyPair, make_keys
+from paceline.runtime.live.across.line import GREETING, Line, advance
 from paceline.runtime.live.sockets import Waiter
 from tests.live.ears import Ear, cut_up
 
@@ -100,6 +103,21 @@ def test_aside_messages_come_and_leave_while_both_ends_compute() -> None:
     ear.close()
 
 
+def test_aside_what_found_no_room_leaves_as_soon_as_there_is_some() -> None:
+    ear = Ear(secure=False, aside=True, hwm=4)
+    link = FarLink(ear.address, b"1:0", None, "", hwm=4, aside=True)
+    ear.links.append(link)
+    ear.waiter.watch(link)
+    ear.until(lambda: ear.listener.connected(b"1:0"))
+    for number in range(60):
+        link.send(b"%d" % number, [bytes(FRAME)])
+    assert link.outbox
+    assert link.wait_for(1.2) is None
+    assert not link.outbox
+    assert [message for _, message, _ in ear.hear(60)] == [b"%d" % number for number in range(60)]
+    ear.close()
+
+
 def test_frames_are_read_to_where_they_belong() -> None:
     ear, place = Ear(secure=False), bytearray(3 * FRAME)
     asked: list[tuple[bytes, list[int]]] = []
@@ -121,6 +139,63 @@ def test_frames_are_read_to_where_they_belong() -> None:
         assert (message, b"".join(frames)) == (word, data)
     assert place == data
     assert asked == [(b"elsewhere", 3 * [FRAME]), (b"here", 3 * [FRAME])]
+    ear.close()
+
+
+@pytest.mark.parametrize("cut", [3, 9, 17, 20], ids=["in the count", "in the lengths", "after them", "in the message"])
+def test_frames_are_read_to_where_they_belong_however_their_message_comes(cut: int) -> None:
+    """Or an answer that came twice could be used from one place while the other is read to where it belongs."""
+    place, data = bytearray(FRAME), random.Random(0).randbytes(FRAME)
+    said = struct.pack("<3I", 2, 10, FRAME) + b"parameters" + data
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        link = FarLink(
+            f"tcp://127.0.0.1:{door.getsockname()[1]}", b"1:0", None, "", landing=lambda *_: [memoryview(place)]
+        )
+        connection, _ = door.accept()
+        with connection:
+            connection.sendall(GREETING)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for part in (said[:cut], said[cut:]):
+                connection.sendall(part)
+                message = link.wait_for(0.2)
+            assert message is not None
+            assert place == data
+        link.close()
+
+
+def test_where_half_a_message_has_left_nothing_more_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kernel has against the rest: what is said next would be taken for it."""
+    ear = Ear(secure=False)
+    link = ear.met(b"1:0")
+
+    def fail(self: Line) -> None:
+        views = self.leaving[0]
+        advance(views, self.socket.send(views[0]))
+        raise OSError(errno.ENOBUFS, "no room")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(Line, "send_some", fail)
+        link.send(b"lost", [bytes(100)])
+    link.send(b"lost, too")
+    ear.until(lambda: link.gone)
+    link.reopen()
+    assert ear.works(link, b"1:0")
+    assert ear.heard == []
+    ear.close()
+
+
+def test_an_end_is_heard_though_a_child_holds_the_connection() -> None:
+    ear = Ear(secure=False)
+    link = ear.met(b"1:0")
+    child = os.fork()
+    if not child:
+        time.sleep(30.0)
+        os._exit(0)
+    ear.waiter.forget(link.fileno())
+    link.close()
+    assert ear.until(lambda: ear.gone == [b"1:0"]) < 2.0
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     ear.close()
 
 

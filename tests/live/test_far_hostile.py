@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 import struct
@@ -232,3 +233,27 @@ def test_ten_thousand_mutated_messages(anyone: Ear) -> None:
     assert samples.understood > 100
     assert max(rounds_mb[1:]) - rounds_mb[0] < 10, rounds_mb
     assert anyone.works(link, b"1:0")
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["plain", "aside"])
+def test_where_the_kernel_has_no_room_it_is_tried_again_later(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ear = Ear(secure=False, aside=aside)
+    refused = 0
+
+    def refuse(*passed: object) -> None:
+        nonlocal refused
+        refused += 1
+        assert refused < 1000, "it goes round and round"
+        raise OSError(errno.EMFILE, "too many")
+
+    with monkeypatch.context() as full:
+        full.setattr(socket.socket, "accept", refuse)
+        link = ear.link(b"1:0")
+        began = time.monotonic()
+        ear.until(lambda: time.monotonic() - began > 1.2)
+        assert 0 < refused < 10
+        full.setattr(socket, "socket", refuse)
+        link.reopen()
+        ear.until(lambda: link.refused)
+    assert ear.works(link, b"1:0")
+    ear.close()

@@ -12,7 +12,8 @@ refused, tries again by itself for as long as somebody waits for it.
 A host that is gone is noticed within three seconds; a program that hangs is not noticed at all.
 
 A forked child must not touch what its parent made here, not even to close it. It holds the parent's connections too:
-while it lives, the other ends see that the parent is gone by the heartbeats only, and the port stays taken.
+if the parent is killed and the child lives, the other ends see it by the heartbeats only, without keys not at all (the
+driver does), and the port stays taken.
 """
 
 from __future__ import annotations

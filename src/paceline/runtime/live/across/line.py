@@ -7,6 +7,7 @@ they stay, which the reader may choose (`Landing`).
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -121,6 +122,11 @@ class Line:
         heard, self.heard = self.heard, []
         return heard
 
+    def shut_down(self) -> None:
+        """Nothing more is said over it, whoever else holds the socket."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def is_silent(self) -> bool:
         """Whether the other end has not confirmed for too long what was sent, though it was sent again."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
@@ -178,7 +184,10 @@ class Line:
         return size
 
     def _begin(self, data: bytes, at: int) -> int:
-        """A message begins here: how long its head is; 0 if that is not all there."""
+        """A message begins here: how long its head is; 0 if that is not all there.
+
+        Where frames may land, its first part belongs to it, unless it is too long to be an answer.
+        """
         if len(data) < at + COUNT.size:
             return 0
         count: int = COUNT.unpack_from(data, at)[0]
@@ -195,8 +204,12 @@ class Line:
             self.unwanted = sum(lengths)
             self.heard.append(None)
             return head
-        first = data[at + head : at + head + lengths[0]]
-        landed = rules.landing(first, lengths[1:]) if rules.landing is not None and len(first) == lengths[0] else None
+        landed = None
+        if rules.landing is not None and lengths[0] <= AT_ONCE:
+            first = data[at + head : at + head + lengths[0]]
+            if len(first) < lengths[0]:
+                return 0
+            landed = rules.landing(first, lengths[1:])
         self.parts = [np.empty(lengths[0], np.uint8).data]
         self.parts += landed if landed is not None else (np.empty(size, np.uint8).data for size in lengths[1:])
         self.unread = [part for part in self.parts if part.nbytes]

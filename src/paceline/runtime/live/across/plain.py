@@ -36,6 +36,8 @@ LOOK_S = 0.5
 """How often it is looked whether the other ends still confirm what they get."""
 AHEAD = 64
 """Messages that a thread reads before somebody wants them."""
+TOO_MANY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The kernel has no room for one more connection."""
 IN, BOTH = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -75,7 +77,11 @@ class PlainPost:
         del server_key
         self.shut(0)
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        line = Line(socket.socket(), self.rules, GREETING + bytes([len(name)]) + name)
+        try:
+            line = Line(socket.socket(), self.rules, GREETING + bytes([len(name)]) + name)
+        except OSError:  # there are too many
+            self.happenings.append((Happening.OVER, -1, UNREACHED))
+            return
         try:
             begun = line.socket.connect_ex((socket.gethostbyname(host), int(port)))
         except OSError as error:
@@ -113,6 +119,10 @@ class PlainPost:
             message[:] = [memoryview(bytes(view)) for view in message]
         return True
 
+    def has_room(self) -> bool:
+        """Whether some can be sent over a connection."""
+        return any(len(line.leaving) <= self.hwm // 2 for line in self.routes.values())
+
     def take(self) -> Taken | None:
         while not self.inbox and self.wait(0.0):
             pass
@@ -146,7 +156,8 @@ class PlainPost:
             with contextlib.suppress(OSError):
                 while line.stands and line.leaving and (left_s := until - time.monotonic()) > 0:
                     poll.poll(1000 * left_s)
-                    line.send_some()
+                    with contextlib.suppress(BlockingIOError):
+                        line.send_some()
             self._end(line)
         self.happenings.clear()
         self.inbox.clear()
@@ -168,15 +179,19 @@ class PlainPost:
     def _accept(self, door: socket.socket) -> None:
         try:
             connection, _ = door.accept()
-        except OSError:  # it is gone again, or there are too many
-            connection = None
-        if connection is not None:
+        except OSError as error:
+            if error.errno not in TOO_MANY:
+                return  # it is gone again
+            if not self.strangers:
+                self.epoll.modify(door.fileno(), 0)  # until it is looked again
+        else:
             line = Line(connection, self.rules, GREETING)
             self._add(line)
             self.happenings.append((Happening.BEGUN, line.descriptor, ""))
-        if connection is None or len(self.strangers) > STRANGERS:
-            for oldest in list(self.strangers.values())[:1]:
-                self._lose(oldest, BROKE_OFF)
+            if len(self.strangers) <= STRANGERS:
+                return
+        for oldest in list(self.strangers.values())[:1]:
+            self._lose(oldest, BROKE_OFF)
 
     def _send(self, line: Line) -> None:
         try:
@@ -184,8 +199,9 @@ class PlainPost:
         except BlockingIOError:
             pass
         except OSError:
-            # It will also be heard that it is over, after whatever came before.
+            # It is heard that it is over, after whatever came before. If it was not, half a message would stand there.
             line.leaving.clear()
+            line.shut_down()
         asks = BOTH if line.leaving else IN
         if asks != line.asks:
             line.asks = asks
@@ -213,6 +229,8 @@ class PlainPost:
 
     def _look_whether_all_live(self) -> None:
         self.looked_s = now = time.monotonic()
+        if self.door is not None:
+            self.epoll.modify(self.door.fileno(), IN)
         for line in list(self.lines.values()):
             if line.stands and line.is_silent():
                 self._lose(line, "")
@@ -229,6 +247,7 @@ class PlainPost:
         if self.routes.get(line.name) is line:
             del self.routes[line.name]
         self.epoll.unregister(line.descriptor)  # a forked process may hold it too, and then closing is not enough
+        line.shut_down()  # for the same reason
         line.socket.close()
 
 
@@ -242,9 +261,11 @@ class Aside:
         self.room = threading.Condition(self.lock)
         self.epoll = select.epoll()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
-        """Rung when something has come, or happened."""
+        """Rung when something has come, or happened, or can leave that could not."""
         self.epoll.register(self.bell, IN)
         self.ending = os.eventfd(0, os.EFD_NONBLOCK)
+        self.full = False
+        """What a caller was to send last found no room. (A listener cuts such a process off.)"""
         self.thread: threading.Thread | None = None
 
     def listen(self, host: str, ports: tuple[int, int]) -> int:
@@ -265,7 +286,9 @@ class Aside:
 
     def send(self, route: bytes, parts: Sequence[Part], passing: bool = False) -> bool:
         with self._used():
-            return self.post.send(route, parts, passing)
+            sent = self.post.send(route, parts, passing)
+            self.full = not sent and self.post.door is None
+            return sent
 
     def take(self) -> Taken | None:
         with self._used():
@@ -303,7 +326,7 @@ class Aside:
                 self.thread = threading.Thread(target=self._look_after, daemon=True, name="paceline tcp")
                 self.thread.start()
             yield
-            if self.post.inbox or self.post.happenings:
+            if self.post.inbox or self.post.happenings or (self.full and self.post.has_room()):
                 os.eventfd_write(self.bell, 1)
             else:
                 with contextlib.suppress(BlockingIOError):

@@ -238,7 +238,7 @@ class Receiving:
         self.server.take_pull(pull)
 
     def answer(self, parameters: Parameters) -> None:
-        """Send the parameters that are in the worker's segment."""
+        """Send the parameters: from the worker's segment, or from where they are stepped."""
         sender = (parameters.worker, parameters.incarnation)
         self.answers[sender] = parameters
         segment = self.own(sender)

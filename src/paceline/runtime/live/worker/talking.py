@@ -122,9 +122,24 @@ class Talk:
         cargo = self.cargo
         if cargo is None:
             return False
-        goes = all(isinstance(link, FarShard) and link.gathers for link in self.links)
-        cargo.loose = gradients if goes and cargo.may_be_loose(gradients) else ()
+        cargo.loose = gradients if self.all_gather() and cargo.may_be_loose(gradients) else ()
         return bool(cargo.loose)
+
+    def fasten(self) -> bool:
+        """Whether the gradient was to go from where it is and cannot any more: a server is on this host by now."""
+        if self.cargo is None or not self.cargo.loose or self.all_gather():
+            return False
+        self.cargo.loose = ()
+        return True
+
+    def all_gather(self) -> bool:
+        """Whether every server can be sent what lies in several places."""
+        return all(isinstance(link, FarShard) and link.gathers for link in self.links)
+
+    def let_gradient_go(self) -> None:
+        """Every server has it."""
+        if self.cargo is not None:
+            self.cargo.loose = ()
 
     def stage(self, index: int) -> None:
         """With `overlap`: this tensor's gradient is in the segment, and what is whole with it may leave."""
@@ -149,15 +164,18 @@ class Talk:
         return [link.ahead for link in self.links if isinstance(link, FarShard) and link.ahead is not None]
 
     def hear_any(self, shards: Collection[int], timeout_s: float) -> bool:
-        """Hear whoever of these shards answers; whether one did.
+        """Hear whoever of these shards answers; whether one did. If all are gone, at once.
 
         Meanwhile the links to servers on other hosts are all looked after: what one of them has not got yet, this one
         may be waiting for by way of another worker.
         """
+        there = [shard for shard in shards if not self.links[shard].gone]
+        if not there:
+            return False
         far = [shard for shard, link in enumerate(self.links) if isinstance(link, FarShard)]
         if not far or len(self.links) == 1:
-            return self.hear(min(shards), timeout_s)
-        near = [shard for shard in shards if shard not in far]
+            return self.hear(min(there), timeout_s)
+        near = [shard for shard in there if shard not in far]
         heard = bool(near) and self.hear(min(near), TEND_S)
         ready = self.worker.waiter.wait(0.0 if near else timeout_s)
         for shard in far:

@@ -180,6 +180,8 @@ class LiveWorker(WorkerCarrier):
 
     def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...], refusal: str) -> None:
         self.stand_still()
+        if self.talk.fasten():
+            self.transfer.write(self.pushed)
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
@@ -222,10 +224,7 @@ class LiveWorker(WorkerCarrier):
 
     def reslice(self, order: wire.Resliced) -> None:
         """There are other servers, or these have other parts of the parameters: go on with them."""
-        was_loose = self.talk.loosen(self.pushed)
         self.talk.meet(order.assignment, order.doors)
-        if was_loose and not self.talk.loosen(self.pushed):
-            self.transfer.write(self.pushed)
         self.hold_at = None
         self.talk.sent_hyper = None
         self.talk.said.clear()
@@ -239,6 +238,7 @@ class LiveWorker(WorkerCarrier):
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         self.hands.settle(counted=self.refused or not all(self.machine.dropped))
         self.pushed = ()
+        self.talk.let_gradient_go()
         if self.stopping:
             raise Stopped
 
