@@ -403,10 +403,9 @@ def test_a_client_that_is_killed_is_missed_at_once(ear: Ear, client: int) -> Non
     assert not ear.listener.send(b"1:0", b"x")
 
 
+@pytest.mark.parametrize("ear", [(True, False)], indirect=True, ids=["keys"])
 def test_a_host_that_is_silent_is_missed_within_three_seconds(ear: Ear, client: int) -> None:
-    """Without keys the kernels ask each other: tests/hosts/test_far_hosts.py."""
-    if ear.keys is None:
-        pytest.skip("a process that is stopped is not silent to a kernel")
+    """Without keys the kernels ask each other, and answer for a process that is stopped: hosts/test_far_hosts.py."""
     os.kill(client, signal.SIGSTOP)
     assert 0.5 < ear.until(lambda: ear.gone == [b"1:0"]) < 3.0
     assert not ear.listener.send(b"1:0", b"x")
@@ -438,20 +437,22 @@ def test_a_child_that_touches_nothing_disturbs_nothing(ear: Ear) -> None:
     assert ear.works(link, b"1:0")
 
 
-def test_the_first_free_port_of_a_range_is_used() -> None:
+@pytest.mark.parametrize("secure", [True, False], ids=["keys", "plain"])
+def test_the_first_free_port_of_a_range_is_used(secure: bool) -> None:
+    keys = make_keys() if secure else None
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         first = taken.getsockname()[1]
-        listener = FarListener("127.0.0.1", (first, first + 20), None)
+        listener = FarListener("127.0.0.1", (first, first + 20), keys)
         assert first < listener.port <= first + 20
         listener.close()
         with pytest.raises(PacelineError, match=f"^cannot listen on '127.0.0.1': every port from {first} to {first}"):
-            FarListener("127.0.0.1", (first, first), None)
+            FarListener("127.0.0.1", (first, first), keys)
     with pytest.raises(PacelineError, match=r"^cannot listen on '192\.0\.2\.1', ports 0 to 0: .+$"):
-        FarListener("192.0.2.1", (0, 0), None)
+        FarListener("192.0.2.1", (0, 0), keys)
     with pytest.raises(PacelineError, match=r"^cannot listen on 'no\.such\.host\.invalid', ports 0 to 0: .+$"):
-        FarListener("no.such.host.invalid", (0, 0), None)
+        FarListener("no.such.host.invalid", (0, 0), keys)
 
 
 def test_a_waiter_that_has_forgotten_a_listener_does_not_hear_it() -> None:

@@ -21,9 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.errors import PacelineError
 from paceline.runtime.live.across.line import AT_ONCE, GREETING, Landing, Line, Over, Rules
-from paceline.runtime.live.across.posting import BROKE_OFF, HANDSHAKE_S, UNREACHED, Happening, Taken
+from paceline.runtime.live.across.posting import BROKE_OFF, HANDSHAKE_S, UNREACHED, Happening, Taken, first_free
 
 if TYPE_CHECKING:
     from paceline.runtime.live.across.posting import Part, Post
@@ -67,11 +66,12 @@ class PlainPost:
         self.looked_s = time.monotonic()
 
     def listen(self, host: str, ports: tuple[int, int]) -> int:
-        self.door = bind(host, ports)
-        self.door.setblocking(False)
+        door = first_free(host, ports, listening)
+        door.setblocking(False)
+        self.door = door
         self.rules = Rules(True, self.rules.largest, self.rules.landing)
-        self.epoll.register(self.door.fileno(), IN)
-        return int(self.door.getsockname()[1])
+        self.epoll.register(door.fileno(), IN)
+        return int(door.getsockname()[1])
 
     def call(self, address: str, name: bytes, server_key: str) -> None:
         del server_key
@@ -344,23 +344,13 @@ class Aside:
                         self.room.wait()
 
 
-def bind(host: str, ports: tuple[int, int]) -> socket.socket:
-    """Listen on the first free port of the range."""
-    first, last = ports
+def listening(interface: str, port: int) -> socket.socket:
+    door = socket.socket()
     try:
-        interface = socket.gethostbyname(host)
-        for port in range(first, last + 1):
-            door = socket.socket()
-            try:
-                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                door.bind((interface, port))
-                door.listen(WAITING)
-            except OSError as error:
-                door.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                return door
-    except OSError as error:
-        raise PacelineError(f"cannot listen on {host!r}, ports {first} to {last}: {error.strerror}") from None
-    raise PacelineError(f"cannot listen on {host!r}: every port from {first} to {last} is taken")
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((interface, port))
+        door.listen(WAITING)
+    except OSError:
+        door.close()
+        raise
+    return door

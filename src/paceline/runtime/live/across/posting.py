@@ -8,11 +8,15 @@ all. What happens to connections is told beside the messages.
 from __future__ import annotations
 
 import enum
+import errno
 import select
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from msgspec import Struct
+
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -30,6 +34,7 @@ HANDSHAKE_S = 3.0
 """Who has not said by then who it is, is cut off."""
 BROKE_OFF = "broke off: it may have another key, or keys where we have none, or be busy"
 UNREACHED = "cannot be reached"
+Bound = TypeVar("Bound")
 HELLO: Sequence[Buffer] = (b"",)
 """The first message of a caller: a listener cannot answer whom it has not heard."""
 
@@ -79,6 +84,22 @@ def wrapped(message: bytes, frames: Sequence[Part]) -> Sequence[Part]:
         return (message, *frames)
     pieces = [message[at : at + FRAME] for at in range(0, len(message), FRAME)]
     return (b"", len(pieces).to_bytes(4, "little"), *pieces, *frames)
+
+
+def first_free(host: str, ports: tuple[int, int], bind: Callable[[str, int], Bound]) -> Bound:
+    """What `bind(interface, port)` makes of the first port of the range that is free."""
+    first, last = ports
+    try:
+        interface = socket.gethostbyname(host)
+        for port in range(first, last + 1):
+            try:
+                return bind(interface, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+    except OSError as error:
+        raise PacelineError(f"cannot listen on {host!r}, ports {first} to {last}: {error.strerror}") from None
+    raise PacelineError(f"cannot listen on {host!r}: every port from {first} to {last} is taken")
 
 
 class Post(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import math
 import select
-import socket as system
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,6 @@ import zmq
 from msgspec import Struct
 from zmq.utils import z85
 
-from paceline.errors import PacelineError
 from paceline.runtime.live.across.posting import (
     BROKE_OFF,
     FRAME,
@@ -30,6 +28,7 @@ from paceline.runtime.live.across.posting import (
     UNREACHED,
     Happening,
     Taken,
+    first_free,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +112,15 @@ class KeyedPost:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         self.listens = True
-        return bind(router, host, ports)
+
+        def bind(interface: str, port: int) -> int:
+            try:
+                router.bind(f"tcp://{interface}:{port or '*'}")
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, error.strerror) from None
+            return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+        return first_free(host, ports, bind)
 
     def call(self, address: str, name: bytes, server_key: str) -> None:
         del name  # it is the key's
@@ -233,21 +240,3 @@ class KeyedPost:
 def has_some(socket: zmq.Socket[bytes]) -> bool:
     """Whether there is something to receive."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
-
-
-def bind(router: zmq.Socket[bytes], host: str, ports: tuple[int, int]) -> int:
-    """The first free port of the range."""
-    first, last = ports
-    try:
-        interface = system.gethostbyname(host)
-        for port in range(first, last + 1):
-            try:
-                router.bind(f"tcp://{interface}:{port or '*'}")
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-    except (OSError, zmq.ZMQError) as error:
-        raise PacelineError(f"cannot listen on {host!r}, ports {first} to {last}: {error.strerror}") from None
-    raise PacelineError(f"cannot listen on {host!r}: every port from {first} to {last} is taken")
