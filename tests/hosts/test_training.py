@@ -54,7 +54,7 @@ POLICIES = [
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_policy_trains_digits_over_three_hosts(tmp_path: Path) -> None:
-    series = [sys.executable, str(Path(__file__).parent / "series.py")]
+    series = [sys.executable, "-m", "tests.hosts.series"]
     with Hosts(3, share=tmp_path) as hosts, (tmp_path / "log").open("w") as log:
         drive = hosts[0].popen(
             [*series, "drive", tmp_path, hosts[0].address, "6", "2", *POLICIES], stdout=log, stderr=log
