@@ -6,6 +6,7 @@ ends. A script that raises prints its traceback under its rank.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -36,6 +37,17 @@ def die_with(driver: int, number: int = signal.SIGKILL) -> None:
 
 def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def give_way(processes: int) -> None:
+    """Where there are fewer cores than processes, finish what is running before this thread, when it is woken, runs.
+
+    A worker that is woken by its answer would otherwise take the core from the server that has just sent it, or from
+    another worker in the midst of its gradient, which then finds the caches full of something else (SCHED_BATCH).
+    """
+    if processes > len(os.sched_getaffinity(0)) and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def run_worker(rank: int, work: Callable[[], object]) -> int:

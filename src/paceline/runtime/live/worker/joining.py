@@ -23,7 +23,7 @@ from paceline.errors import PacelineError
 from paceline.runtime.driver import Seat
 from paceline.runtime.live import memory, wire
 from paceline.runtime.live.configuration import Door
-from paceline.runtime.live.process import Stopped
+from paceline.runtime.live.process import Stopped, give_way
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.worker.aborting import Aborting, tell_ignored
 from paceline.runtime.live.worker.description import Described, contiguous
@@ -85,6 +85,7 @@ def introduce(
     )
     worker.driver.send(wire.encode(described))
     begin = await_begin(worker)
+    give_way(worker.config.members.workers + worker.config.members.servers)
     worker.hands.open()
     if not lead or begin.resumed:
         take_others(worker.folder, model)

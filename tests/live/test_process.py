@@ -1,0 +1,48 @@
+"""What a process of a live run asks of the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import paceline
+from paceline.runtime.live.process import give_way
+
+
+def after(asking: Callable[[], object]) -> int:
+    """How a thread is scheduled that has asked for this."""
+
+    def ask() -> int:
+        asking()
+        return os.sched_getscheduler(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(ask).result()
+
+
+def test_a_worker_gives_way_only_where_there_are_too_few_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert after(lambda: give_way(cores + 1)) == os.SCHED_BATCH
+    assert after(lambda: give_way(cores)) == os.SCHED_OTHER
+
+
+def test_a_thread_that_was_given_a_policy_keeps_it() -> None:
+    def ask() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        give_way(1 << 20)
+
+    assert after(ask) == os.SCHED_IDLE
+
+
+def test_the_workers_of_a_run_ask_for_it() -> None:
+    def work() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        model = torch.nn.Linear(2, 1)
+        paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        paceline.log(loss=float(os.sched_getscheduler(0)))
+
+    run = paceline.launch(work, workers=2, policy="asp")
+    assert [point.loss for point in run.history] == [os.SCHED_BATCH] * 2
