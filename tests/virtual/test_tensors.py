@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.tensors import optimizers
 from paceline.tensors.layout import Entry, Layout, flatten, imbalance, layout_of
-from paceline.tensors.optimizers import SliceOptimizer, describe, hyper_of, parse
+from paceline.tensors.optimizers import SliceOptimizer, Threads, describe, hyper_of, parse
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -193,24 +193,23 @@ def test_describe_reads_every_group() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_threads_change_nothing(threads: int) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_change_nothing(threads: int, count: int) -> None:
     torch.manual_seed(0)
     shapes = [(9 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
     layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
-    start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
+    start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(count)]
     results = []
-    for count in (1, threads):
+    for wanted in (1, threads):
         part = slice(0, layout.numel)
-        ours = SliceOptimizer(layout, part, start.clone(), parse("sgd:lr=0.1,momentum=0.9"), count)
+        ours = SliceOptimizer(layout, part, start.clone(), parse("sgd:lr=0.1,momentum=0.9"), Threads(wanted, wanted))
         copies = [gradient.clone() for gradient in gradients]
         for _ in range(2):
             pieces = [ours.cut(copy) for copy in copies]
-            ours.apply(pieces, 1.0, [frozenset({1})] * 3, targets=pieces)
+            ours.apply(pieces, 1.0, [frozenset({1})] * count, targets=pieces)
         results.append([ours.values, *copies])
-        assert len(ours.parts) == min(count, 5)
-        assert [index for part in ours.parts for index in part] == list(range(len(ours.pieces)))
-        if ours.pool is not None:
-            ours.pool.shutdown()
+        assert ours.threads == Threads(min(wanted, 5), min(wanted, 5))
+        ours.close()
     for alone, together in zip(*results, strict=True):
         assert torch.equal(alone, together)
 

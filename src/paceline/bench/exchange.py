@@ -113,15 +113,16 @@ def measure_paceline(
         held = sum(
             os.stat(entry).st_size
             for entry in os.scandir(world.live.folder)
-            if entry.name.startswith(("worker", memory.WHOLE))
+            if entry.name.startswith(("worker", memory.WHOLE, memory.COMMON))
         )
-        session.log(loss=rate, accuracy=held / (4 * options["params"]))
+        # If the server's own copy is not in /dev/shm it has one all the same.
+        private = 0 if (world.live.folder / memory.COMMON).exists() else 1
+        session.log(loss=rate, accuracy=held / (4 * options["params"]) + private)
 
     run = Driver(LivePlan(Members(workers, 1), function_starter(work), policies.parse(mode), abroad=abroad)).run()
     rates = [point.loss for point in run.history if point.loss is not None]
     held = [point.accuracy for point in run.history if point.accuracy is not None]
-    # The server's own copy of the parameters is the one that is not in /dev/shm.
-    return sum(rates), max(held) + 1
+    return sum(rates), max(held)
 
 
 def _floor(mode: str, params: int, workers: int) -> float:

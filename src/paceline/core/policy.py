@@ -53,6 +53,9 @@ class CentralPolicy(Policy):
     """A policy of workers and parameter servers: two predicates and an essay."""
 
     on_arrival: ClassVar[bool]
+    in_step: ClassVar[bool] = False
+    """Whether every live worker waits for the parameters whenever they change: then one copy of them is enough for all
+    on a host. A promise, checked by `paceline.testing`."""
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "name"):

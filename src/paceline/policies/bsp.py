@@ -26,6 +26,7 @@ class BSP(CentralPolicy):
     name: ClassVar[str] = "bsp"
     paper: ClassVar[str] = "Valiant 1990; 001 Table III; 004 Alg. 3-4 with b = 0"
     on_arrival: ClassVar[bool] = False
+    in_step: ClassVar[bool] = True
 
     def may_pull(self, i: int, V: int) -> bool:
         return i < V

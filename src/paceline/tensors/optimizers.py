@@ -9,11 +9,10 @@ optimizers take slices that begin and end anywhere within a tensor; the others t
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
@@ -45,6 +44,9 @@ torch costs more than the arithmetic."""
 
 WORTH_A_THREAD = 1 << 18
 """Elements of a slice for each thread at least: waking one takes as long as it takes to step so many."""
+
+MOST_THREADS = 8
+"""More would wait for each other: Python lets one at a time begin with its next piece."""
 
 THERE = "there"
 """In a state: whether a piece has any yet."""
@@ -220,15 +222,39 @@ def _number(text: str) -> float | int | None:
     return int(text) if text.removeprefix("-").isdigit() else float(text)
 
 
+class Threads(NamedTuple):
+    """How many threads step a slice at once."""
+
+    mean: int
+    """On the mean of several gradients: those who sent them wait for it, so their cores are free."""
+    single: int
+    """On one gradient: the others compute."""
+
+    @classmethod
+    def of(cls, servers: int, workers: int) -> Threads:
+        """For each of so many servers on this host."""
+        cores = len(os.sched_getaffinity(0))
+        return cls(cores // servers, cores // (servers + workers))
+
+    def for_elements(self, elements: int) -> Threads:
+        """No more than such a slice is worth."""
+        most = min(MOST_THREADS, elements // WORTH_A_THREAD)
+        return Threads(*(max(1, min(wanted, most)) for wanted in self))
+
+
+ONE_THREAD = Threads(1, 1)
+
+
 class SliceOptimizer:
     """One shard's slice of the parameters, and the optimizer that steps it.
 
     It goes over the slice piece by piece, so that taking the mean of several gradients and stepping are one pass
-    through memory. A gradient is handed in cut into the same pieces (`cut`). With `threads`, a mean of several is
-    taken by so many at once: those who sent the gradients wait for it, so their cores are free.
+    through memory. A gradient is handed in cut into the same pieces (`cut`).
     """
 
-    def __init__(self, layout: Layout, part: Part, values: Tensor, spec: OptimizerSpec, threads: int = 1) -> None:
+    def __init__(
+        self, layout: Layout, part: Part, values: Tensor, spec: OptimizerSpec, threads: Threads = ONE_THREAD
+    ) -> None:
         self.values = values
         self.pieces = layout.pieces(part, PIECE)
         extras = spec.extras
@@ -250,13 +276,10 @@ class SliceOptimizer:
                 for stepper, average in zip(self.steppers, averages, strict=True)
             ]
         longest = max((piece.length for piece in self.pieces), default=0)
-        threads = max(1, min(threads, len(values) // WORTH_A_THREAD))
-        ends = [piece.offset + piece.length for piece in self.pieces]
-        bounds = [bisect_left(ends, round(len(values) * thread / threads)) for thread in range(threads)]
-        self.parts = [range(*bound) for bound in pairwise([*bounds, len(self.pieces)])]
-        """The pieces of each thread."""
-        self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in self.parts]
-        self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self.threads = threads.for_elements(len(values))
+        most = max(self.threads)
+        self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in range(most)]
+        self.pool = ThreadPoolExecutor(most - 1) if most > 1 else None
 
     def close(self) -> None:
         """This slice is stepped no more: let the threads go."""
@@ -290,24 +313,25 @@ class SliceOptimizer:
         as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
         be among them), each piece while it is still in the cache.
         """
-        self.pace.advance(len(gradients))
+        count = len(gradients)
+        self.pace.advance(count)
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
+        threads = self.threads.mean if count > 1 else self.threads.single
+        left = iter(range(len(self.pieces)))
+        """Each thread takes the next piece: one that was woken late has less to do, and all end together."""
 
-        def step(thread: int, indices: Iterable[int]) -> None:
-            for index in indices:
+        def step(scratch: Tensor) -> None:
+            for index in left:
                 stepper = self.steppers[index]
                 if self.pieces[index].entry not in missing:
-                    stepper.step(self._mean(gradients, index, self.scratch[thread]), weight)
+                    stepper.step(self._sum(gradients, index, scratch), weight, count)
                 for target in targets:
                     target[index].copy_(stepper.values)
 
-        if self.pool is None or len(gradients) == 1:
-            step(0, range(len(self.pieces)))
-        else:
-            others = [self.pool.submit(step, thread, self.parts[thread]) for thread in range(1, len(self.parts))]
-            step(0, self.parts[0])
-            for other in others:
-                other.result()
+        others = [self.pool.submit(step, self.scratch[thread]) for thread in range(1, threads)] if self.pool else []
+        step(self.scratch[0])
+        for other in others:
+            other.result()
 
     def state(self) -> State:
         """The optimizer's state for this slice, as plain tensors: vectors as long as the slice, scalars by piece."""
@@ -345,17 +369,17 @@ class SliceOptimizer:
                     }
                 )
 
-    def _mean(self, gradients: Sequence[Sequence[Tensor]], index: int, scratch: Tensor) -> Tensor:
+    def _sum(self, gradients: Sequence[Sequence[Tensor]], index: int, scratch: Tensor) -> Tensor:
         if len(gradients) == 1:
             return gradients[0][index]
         first, second = gradients[0][index], gradients[1][index]
         total = torch.add(first, second, out=scratch[: len(first)])
         for gradient in gradients[2:]:
             total += gradient[index]
-        return total.div_(len(gradients))
+        return total
 
 
 __all__ = [
-    "AVERAGE", "PIECE", "SAMPLES", "SCALARS", "THERE", "Extras", "Hyper", "OptimizerSpec", "SliceOptimizer", "State",
-    "describe", "hyper_of", "parse", "read_extras",
+    "AVERAGE", "ONE_THREAD", "PIECE", "SAMPLES", "SCALARS", "THERE", "Extras", "Hyper", "OptimizerSpec",
+    "SliceOptimizer", "State", "Threads", "describe", "hyper_of", "parse", "read_extras",
 ]  # fmt: skip

@@ -49,7 +49,8 @@ class Stepper(Protocol):
     values: Tensor
     hyper: Hyper
 
-    def step(self, gradient: Tensor, weight: float) -> None: ...
+    def step(self, gradient: Tensor, weight: float, count: int = 1) -> None:
+        """On the mean of `count` gradients, given their sum, which is the stepper's to change if they are several."""
 
     def state(self) -> State: ...
 
@@ -65,8 +66,13 @@ class SGDStepper:
         self.pace = pace
         self.momentum: Tensor | None = None
 
-    def step(self, gradient: Tensor, weight: float) -> None:
+    def step(self, gradient: Tensor, weight: float, count: int = 1) -> None:
         hyper: dict[str, Any] = self.hyper
+        if not (hyper["maximize"] or hyper["weight_decay"] or hyper["momentum"]):
+            # Divided with the rate: one pass less over the gradient.
+            self.values.add_(gradient, alpha=-hyper["lr"] * weight * self.pace.factor / count)
+            return
+        gradient = mean(gradient, count)
         if hyper["maximize"]:
             gradient = -gradient
         if hyper["weight_decay"]:
@@ -107,7 +113,8 @@ class TorchStepper:
         for check in CHECKS_OF_CUDA:
             setattr(self.optimizer, check, lambda: None)
 
-    def step(self, gradient: Tensor, weight: float) -> None:
+    def step(self, gradient: Tensor, weight: float, count: int = 1) -> None:
+        gradient = mean(gradient, count)
         (group,) = self.optimizer.param_groups
         group.update(self.hyper)
         before = self.values.clone() if self.kind.blended and weight != 1 else None
@@ -156,9 +163,14 @@ class AveragingStepper:
         self.decay = decay
         self.stretch = stretch
 
-    def step(self, gradient: Tensor, weight: float) -> None:
-        self.inner.step(gradient, weight)
+    def step(self, gradient: Tensor, weight: float, count: int = 1) -> None:
+        self.inner.step(gradient, weight, count)
         self.average.lerp_(self.values, 1 - (self.decay**weight if self.stretch else self.decay))
+
+
+def mean(total: Tensor, count: int) -> Tensor:
+    """Of so many, in place of their sum; one alone is nobody's to change."""
+    return total if count == 1 else total.div_(count)
 
 
 def stretch_momentum(factor: float, weight: float) -> tuple[float, float]:

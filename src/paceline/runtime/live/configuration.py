@@ -21,6 +21,8 @@ class Door(Struct, frozen=True):
     """tcp://HOST:PORT for the others; "" in a run that does not cross hosts."""
     key: str = ""
     """Its public key; "" without keys."""
+    common: bool = False
+    """Its parameters are where it steps them, for all to read: the segment `memory.COMMON`."""
 
 
 class Abroad(Struct, frozen=True):

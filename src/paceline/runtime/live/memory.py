@@ -5,6 +5,10 @@ and the answer the slice belongs to the shard, at all other times to the worker.
 somebody else is writing, without locks, fences or a second buffer. A worker that sends gradients while backward
 reads its parameters in place (`overlap=True` on the CPU) has one more segment for them: shards only read it.
 
+Under a policy that never changes parameters while somebody computes (BSP), one server on one host steps them in a
+segment that all workers read (`COMMON`): theirs then hold gradients only, and nothing is written back. As soon as the
+server is another one, or there are more, everybody goes back to a segment of their own.
+
 Files are mapped directly: `multiprocessing.shared_memory` on Python 3.11 unlinks segments others still use.
 The space is reserved at once (`posix_fallocate`), since a full /dev/shm would otherwise kill a process later.
 The folder is locked by the driver for its life; a folder whose lock is free belongs to nobody and is removed
@@ -35,6 +39,8 @@ WHOLE = "whole"
 AVERAGE = "average"
 """The segment for the servers' moving average of the model, if they keep one. It is made at the beginning too, so
 that what is enough memory then is enough at the end."""
+COMMON = "common"
+"""The segment in which a server steps the parameters and all workers read them, if nobody computes meanwhile."""
 
 INITIAL_STATE = "initial-state"
 """What worker 0's optimizer has learned before the run, if anything."""

@@ -7,7 +7,7 @@ go where the driver finds them.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
 
 import torch
@@ -15,19 +15,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.events import Restored, ServersChanged
+from paceline.errors import PacelineError
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.server import moving
 from paceline.runtime.live.server.mapped import Segment
 from paceline.runtime.live.server.replaying import Rebuilt
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges
-from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
+from paceline.tensors.optimizers import Hyper, SliceOptimizer, State, Threads
 
 
 class Holding:
-    def __init__(self, folder: Path, shard: int, order: wire.Configure, rebuilt: Rebuilt | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard: int,
+        order: wire.Configure,
+        workers: int,
+        rebuilt: Rebuilt | None = None,
+        may_share: bool = False,
+    ) -> None:
         self.folder = folder
         self.shard = shard
+        self.workers = workers
         self.layout = order.layout
         self.assignment = order.assignment
         self.spec = order.optimizer
@@ -35,10 +45,13 @@ class Holding:
         """What the hyper-parameters were changed to."""
         self.first: Restored | ServersChanged | None = None
         """What a shard's machine that begins with this is to be told first."""
+        self.common = False
+        """The parameters are stepped where all workers read them."""
         if rebuilt is not None:
             self.spec, self.hyper, self.optimizer = rebuilt.meta.optimizer, rebuilt.hyper, rebuilt.optimizer
         else:
-            self._hold(*self._begin(order))
+            values, learned = self._begin(order)
+            self._hold(self._share(values) if may_share else values, learned)
 
     @property
     def part(self) -> Ranges:
@@ -63,9 +76,18 @@ class Holding:
         self.first = Restored(0.0, min(each.iteration for each in mine), max(each.version for each in mine))
         return checkpoint.load_part(path, manifest, self.part)
 
+    def _share(self, values: Tensor) -> Tensor:
+        """The same where all workers can read it, if there is room for that."""
+        with contextlib.suppress(PacelineError):
+            common = memory.create(self.folder / memory.COMMON, self.layout)
+            self.common = True
+            return common.copy_(values)
+        return values
+
     def _hold(self, values: Tensor, learned: State) -> None:
         """Step this part of the parameters from now on."""
-        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads_of(len(self.assignment)))
+        threads = Threads.of(len(self.assignment), self.workers)
+        self.optimizer = SliceOptimizer(self.layout, self.part, values, self.spec, threads)
         if self.hyper is not None:
             self.optimizer.set_hyper(self.hyper)
         if learned:
@@ -84,6 +106,7 @@ class Holding:
         values, learned = moving.take(self.folder, order, self.shard, self.layout, self.optimizer)
         self.optimizer.close()
         self.assignment = order.after
+        self.common = False
         self._hold(values, learned)
 
     def segment(self, worker: int, incarnation: int) -> Segment:
@@ -91,7 +114,9 @@ class Holding:
         whole = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)
         path = memory.staging_path(self.folder, worker, incarnation)
         staging = memory.attach(path, self.layout) if path.exists() else None
-        return Segment(whole, staging, self.part, self.optimizer)
+        segment = Segment(whole, staging, self.part, self.optimizer)
+        segment.shows_servers = self.common
+        return segment
 
     def leave(self) -> None:
         """Leave the final values where the driver finds them."""
@@ -102,6 +127,4 @@ class Holding:
             Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
 
 
-def threads_of(servers: int) -> int:
-    """How many threads a server may step with: the others have theirs."""
-    return max(1, (os.cpu_count() or 1) // servers)
+

@@ -30,9 +30,9 @@ from paceline.runtime.driver import Seat
 from paceline.runtime.live import wire
 from paceline.runtime.live.server import durable
 from paceline.runtime.live.server.durable import Kept, Log, Logged, Meta, Rated, raw
-from paceline.runtime.live.server.holding import Holding, threads_of
+from paceline.runtime.live.server.holding import Holding
 from paceline.runtime.live.server.replaying import rebuild
-from paceline.tensors.optimizers import AVERAGE, Hyper
+from paceline.tensors.optimizers import AVERAGE, Hyper, Threads
 
 if TYPE_CHECKING:
     from paceline.runtime.live.server.server import LiveServer
@@ -79,13 +79,14 @@ class Journal:
     def bring_back(self, order: wire.Configure) -> None:
         """Have the server know everything the life before this one knew; the log goes on where that ended."""
         durable.hold(self.folder)
-        rebuilt = rebuild(self.folder, threads_of(len(order.assignment)))
+        workers = self.server.config.members.workers
+        rebuilt = rebuild(self.folder, Threads.of(len(order.assignment), workers))
         self.segment, self.told, self.life = rebuilt.segment, rebuilt.told, rebuilt.meta.life
         self.log = Log(self.folder, self.segment, rebuilt.end)
         self.events = len(rebuilt.records)
         self.open = True
         server = self.server
-        server.holding = Holding(server.folder, server.shard, order, rebuilt)
+        server.holding = Holding(server.folder, server.shard, order, workers, rebuilt)
         server.kept, server.timers, server.waits = rebuilt.kept, rebuilt.timers, rebuilt.waits
         server.machine = rebuilt.machine
         server.seat = JournalSeat(self, rebuilt.machine)

@@ -28,7 +28,7 @@ from paceline.core.trace import Record
 from paceline.errors import PacelineError
 from paceline.runtime.live.server import durable
 from paceline.runtime.live.server.durable import Entry, Kept, Logged, Meta, Rated
-from paceline.tensors.optimizers import Hyper, SliceOptimizer, State
+from paceline.tensors.optimizers import ONE_THREAD, Hyper, SliceOptimizer, State, Threads
 
 Gradient = tuple[list[Tensor], frozenset[int]]
 """In pieces, with the tensors that have none."""
@@ -37,7 +37,7 @@ Gradient = tuple[list[Tensor], frozenset[int]]
 class Rebuilt:
     """A server's memory at a snapshot; `replay` brings it to the end of the log."""
 
-    def __init__(self, meta: Meta, values: Tensor, learned: State, threads: int = 1) -> None:
+    def __init__(self, meta: Meta, values: Tensor, learned: State, threads: Threads = ONE_THREAD) -> None:
         self.meta = meta
         machine = policies.parse(meta.policy).machine("server", meta.shard, meta.members, meta.seed)
         assert isinstance(machine, Shard)
@@ -118,7 +118,7 @@ class Rebuilt:
         self.waits = {worker: why for worker, why in self.waits.items() if worker in self.machine.waiting}
 
 
-def rebuild(folder: Path, threads: int = 1) -> Rebuilt:
+def rebuild(folder: Path, threads: Threads = ONE_THREAD) -> Rebuilt:
     """Everything a durable server knew after its last whole record."""
     number, rebuilt = _newest(folder, threads)
     segments = [each for each in durable.numbers(folder, durable.LOG) if each >= number]
@@ -137,7 +137,7 @@ def rebuild(folder: Path, threads: int = 1) -> Rebuilt:
     return rebuilt
 
 
-def _newest(folder: Path, threads: int) -> tuple[int, Rebuilt]:
+def _newest(folder: Path, threads: Threads) -> tuple[int, Rebuilt]:
     for number in reversed(durable.numbers(folder, durable.SNAPSHOT)):
         try:
             return number, Rebuilt(*durable.read_snapshot(durable.snapshot_path(folder, number)), threads)

@@ -30,6 +30,7 @@ from paceline.core.events import (
     ViewChanged,
 )
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
+from paceline.core.policy import Policy
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, wire
@@ -178,8 +179,10 @@ class LiveServer(ServerCarrier):
 
     def begin(self, order: wire.Configure) -> None:
         """With a machine that has been told nothing."""
-        self.holding = Holding(self.folder, self.shard, order)
         policy = policies.parse(order.policy)
+        workers = self.config.members.workers
+        self.holding = Holding(self.folder, self.shard, order, workers, may_share=self.may_share(order, policy))
+        self.open_door()
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
         self.machine = machine
@@ -189,6 +192,18 @@ class LiveServer(ServerCarrier):
             self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
         if self.holding.first is not None:
             self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
+
+    def may_share(self, order: wire.Configure, policy: Policy) -> bool:
+        """Whether the workers may read the parameters where they are stepped: nobody computes then, and all are here.
+
+        Those who waited for the last life of this server may not: others still compute on what that one has stepped.
+        """
+        alone = len(order.assignment) == 1 and order.reslice is None and self.receiving is None
+        return alone and self.life == 0 and self.journal is None and getattr(policy, "in_step", False)
+
+    def open_door(self) -> None:
+        """Say where the parameters are."""
+        self.door = msgspec.structs.replace(self.door, common=self.holding.common)
 
     def give(self, order: wire.Give) -> None:
         """Leave in the run's folder what is to be others'. A full memory is the driver's business."""
@@ -202,6 +217,7 @@ class LiveServer(ServerCarrier):
     def reslice(self, order: wire.Reslice) -> None:
         """The number of servers has changed: go on with another part of the parameters."""
         self.holding.reslice(order.give)
+        self.open_door()
         self.segments.clear()
         self.surveying = None
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))

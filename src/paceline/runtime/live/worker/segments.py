@@ -4,6 +4,9 @@ On the CPU the model's tensors become views of the segment (`adopt`): what the s
 model, without a copy. Gradients that come while backward still reads the model (`overlap`) therefore have a
 segment of their own. A model on a GPU has memory of its own instead: its one segment is pinned, and `transfer`
 copies.
+
+Where a server steps the parameters for all to read (`Door.common`), the model is views of those instead, and the
+segment holds gradients only.
 """
 
 from __future__ import annotations
@@ -26,26 +29,64 @@ class Segments:
     def __init__(
         self, folder: Path, rank: int, incarnation: int, layout: Layout, tensors: Sequence[Tensor], overlap: bool
     ) -> None:
+        self.folder = folder
+        self.rank = rank
         self.layout = layout
         self.tensors = tensors
-        self.parameters = memory.create(memory.segment_path(folder, rank, incarnation), layout)
+        self.own = memory.create(memory.segment_path(folder, rank, incarnation), layout)
+        self.parameters = self.own
         self.views = layout.views(self.parameters)
-        lanes = cuda.lanes_for(tensors)
-        self.in_place = not lanes and all(tensor.device.type == "cpu" for tensor in tensors)
-        self.gradient = self.parameters
+        self.lanes = cuda.lanes_for(tensors)
+        self.in_place = not self.lanes and all(tensor.device.type == "cpu" for tensor in tensors)
+        self.adopted = False
+        self.gradient = self.own
         if overlap and self.in_place:
             self.gradient = memory.create(memory.staging_path(folder, rank, incarnation), layout)
-        self.transfer = staging.Transfer(tensors, layout.views(self.gradient), self.views, lanes)
-        problem = cuda.pin(self.parameters, next(iter(lanes))) if lanes else ""
-        self.pinned = bool(lanes) and not problem
+        self.transfer = staging.Transfer(tensors, layout.views(self.gradient), self.views, self.lanes)
+        self.pinned: list[Tensor] = []
+        self._pin(self.own)
+
+    def _pin(self, segment: Tensor) -> None:
+        if not self.lanes:
+            return
+        problem = cuda.pin(segment, next(iter(self.lanes)))
         if problem:
-            print(f"worker {rank}: copies from and to the GPU are slow: {problem}", file=sys.stderr)
+            print(f"worker {self.rank}: copies from and to the GPU are slow: {problem}", file=sys.stderr)
+        else:
+            self.pinned.append(segment)
 
     def adopt(self) -> None:
-        """Once the first parameters are there: have the model's tensors be views of the segment, on the CPU."""
+        """Once the first parameters are there: have the model's tensors be views of them, on the CPU."""
+        self.adopted = True
         if self.in_place:
             for tensor, view in zip(self.tensors, self.views, strict=True):
                 tensor.data = view
+
+    def share(self) -> None:
+        """Find the parameters where the server steps them."""
+        if self.parameters is self.own:
+            common = memory.attach(self.folder / memory.COMMON, self.layout)
+            self._pin(common)
+            self._look_in(common)
+
+    def part(self, holds_gradient: bool) -> None:
+        """Find them in this worker's own segment from now on.
+
+        Unless the gradient there is being handed in, and what it was computed on is of no use any more, they go there.
+        """
+        if self.parameters is self.own:
+            return
+        self.transfer.settle()
+        if not holds_gradient:
+            self.own.copy_(self.parameters)
+        self._look_in(self.own)
+
+    def _look_in(self, segment: Tensor) -> None:
+        self.parameters = segment
+        self.views = self.layout.views(segment)
+        self.transfer.parameters = self.views
+        if self.adopted:
+            self.adopt()
 
     def moved(self, index: int) -> bool:
         """Whether the script has given this tensor other memory."""
@@ -61,5 +102,5 @@ class Segments:
 
     def close(self) -> None:
         self.transfer.settle()
-        if self.pinned:
-            cuda.unpin(self.parameters)
+        for segment in self.pinned:
+            cuda.unpin(segment)

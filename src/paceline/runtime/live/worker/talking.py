@@ -69,6 +69,7 @@ class Talk:
             if isinstance(link, FarShard):
                 link.carry(assignment[shard])
         self.doors = list(at)
+        self.worker.find_parameters()
         self.slice_bytes = tuple(size(part) * self.worker.layout.itemsize for part in assignment)
 
     def knock(self, shard: int, door: Door) -> Link | FarShard:
@@ -223,6 +224,7 @@ class Talk:
         if self.links[shard].gone or self.doors[shard] != door:
             self.leave(self.links[shard])
             self.doors[shard] = door
+            self.worker.find_parameters()
             self.links[shard] = self.knock(shard, door)
             self.say_again(shard)
 

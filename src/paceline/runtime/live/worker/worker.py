@@ -168,6 +168,14 @@ class LiveWorker(WorkerCarrier):
                     "the servers; load or change them before paceline.Optimizer is made"
                 )
 
+    def find_parameters(self) -> None:
+        """Have them where the servers say they are: in a segment for all, or in this worker's own."""
+        if all(door.common for door in self.talk.doors):
+            self.segments.share()
+        else:
+            self.segments.part(bool(self.pushed))
+        self.changes = [tensor._version for tensor in self.model.tensors]
+
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """An iteration without a gradient: it counts as progress, and nobody waits for it."""
         self.forget_staged()
