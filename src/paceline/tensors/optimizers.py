@@ -305,13 +305,15 @@ class SliceOptimizer:
         weight: float,
         absent: Sequence[frozenset[int]] = (),
         targets: Sequence[Sequence[Tensor]] = (),
+        spoil: bool = False,
     ) -> None:
         """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
         as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
-        be among them), each piece while it is still in the cache.
+        be among them), each piece while it is still in the cache. With `spoil`, the first gradient may be written over:
+        the sum of several then needs no memory of its own.
         """
         count = len(gradients)
         self.pace.advance(count)
@@ -324,7 +326,7 @@ class SliceOptimizer:
             for index in left:
                 stepper = self.steppers[index]
                 if self.pieces[index].entry not in missing:
-                    stepper.step(self._sum(gradients, index, scratch), weight, count)
+                    stepper.step(self._sum(gradients, index, None if spoil else scratch), weight, count)
                 for target in targets:
                     target[index].copy_(stepper.values)
 
@@ -369,11 +371,11 @@ class SliceOptimizer:
                     }
                 )
 
-    def _sum(self, gradients: Sequence[Sequence[Tensor]], index: int, scratch: Tensor) -> Tensor:
+    def _sum(self, gradients: Sequence[Sequence[Tensor]], index: int, scratch: Tensor | None) -> Tensor:
         if len(gradients) == 1:
             return gradients[0][index]
         first, second = gradients[0][index], gradients[1][index]
-        total = torch.add(first, second, out=scratch[: len(first)])
+        total = torch.add(first, second, out=first if scratch is None else scratch[: len(first)])
         for gradient in gradients[2:]:
             total += gradient[index]
         return total

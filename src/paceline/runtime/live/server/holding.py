@@ -125,6 +125,3 @@ class Holding:
         if self.optimizer.average is not None:
             average = memory.attach(self.folder / memory.AVERAGE, self.layout)
             Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
-
-
-

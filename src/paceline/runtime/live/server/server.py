@@ -354,7 +354,8 @@ class LiveServer(ServerCarrier):
             self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         targets = [segment.pieces for segment in used if not segment.shows_servers]
-        self.holding.optimizer.apply(gradients, action.weight, absent, targets)
+        spoil = bool(used) and gradients[0] is used[0].pieces
+        self.holding.optimizer.apply(gradients, action.weight, absent, targets, spoil)
         for segment in used:
             segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
