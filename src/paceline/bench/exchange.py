@@ -7,11 +7,12 @@ memory; `tcp_exchange.py` has the same as between hosts.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,11 +111,7 @@ def measure_paceline(
             opt.step()
         rate = options["count"] / (time.perf_counter() - began)
         assert world.live is not None
-        held = sum(
-            os.stat(entry).st_size
-            for entry in os.scandir(world.live.folder)
-            if entry.name.startswith(("worker", memory.WHOLE, memory.COMMON))
-        )
+        held = held_in(world.live.folder)
         # If the server's own copy is not in /dev/shm it has one all the same.
         private = 0 if (world.live.folder / memory.COMMON).exists() else 1
         session.log(loss=rate, accuracy=held / (4 * options["params"]) + private)
@@ -123,6 +120,16 @@ def measure_paceline(
     rates = [point.loss for point in run.history if point.loss is not None]
     held = [point.accuracy for point in run.history if point.accuracy is not None]
     return sum(rates), max(held)
+
+
+def held_in(folder: Path) -> int:
+    """Bytes of all segments there. Those of workers that are done may be gone; whoever is done first sees all."""
+    held = 0
+    for entry in folder.iterdir():
+        if entry.name.startswith(("worker", memory.WHOLE, memory.COMMON)):
+            with contextlib.suppress(FileNotFoundError):
+                held += entry.stat().st_size
+    return held
 
 
 def _floor(mode: str, params: int, workers: int) -> float:
