@@ -7,7 +7,7 @@ classes also turn off the machine's own `check()`, so that it is the harness, fr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
 from paceline.core.events import ParametersArrived, PullArrived, PullRepeated, PushArrived, ViewChanged
@@ -422,6 +422,13 @@ class BackupWaitsForAll(Backup):
 
     def finishes(self, there: int, expected: int, workers: int) -> bool:
         return there >= expected
+
+
+@dataclass(frozen=True)
+class BackupInStep(Backup):
+    """Says that nobody computes while the parameters change: those it does without do."""
+
+    in_step: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,8 @@ WRONG_CONDITIONS: list[tuple[CentralPolicy, str]] = [
     (broken.SSPOffByOne(staleness=2), "bound"),
     (broken.SSPNeverFreed(staleness=1), "parked"),
     (broken.BSPWithoutTheLast(), "bound"),
+    (broken.BSPWithoutTheLast(), "in step"),
+    (broken.BackupInStep(extra=1), "in step"),
     (broken.BackupOneTooFew(extra=0), "enough"),
     (broken.BackupWaitsForAll(extra=1), "enough"),
     (broken.DSSPWithoutALimit(low=0, high=1), "bound"),

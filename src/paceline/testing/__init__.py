@@ -34,6 +34,8 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *mean* (not `on_arrival`): one `Apply` is of one iteration, finished by this very event, and all its
   gradients were computed on exactly the version it changes: staleness 0. (The first mean after a change of
   policy is of gradients computed under the one before, and those it made late come in between);
+- *in step* (a policy that says so): at a step every live member that was ever answered has pushed what it was to
+  compute, so nobody reads the parameters while they change;
 - *enough* (a policy with an `extra` b): a step is on the gradients of exactly min(N - b, expected) live members,
   N as configured, expected being those that have not skipped the iteration. Without faults that is N - b, always.
   Those of members lost since come on top; a rejected slice takes the place of one;

@@ -70,6 +70,8 @@ class Ledger:
         """Where its members are to stop; None before the first."""
         self.given: dict[Process, int] = {}
         """The version each process was answered last."""
+        self.computes: dict[Process, int] = {}
+        """The iteration each process was answered last."""
 
     def note(self, event: Event) -> None:
         self.V_before = self.V
@@ -223,6 +225,9 @@ class Ledger:
             enough = self.enough.get(min(iterations), there)
             self.expect(there == enough, "enough", f"{what}: {there} live members' gradients instead of {enough}")
             self.V_before = min(iterations) + 1
+        if self.plan.in_step:
+            computing = [name(process) for process, at in self.computes.items() if self.next.get(process, at + 1) <= at]
+            self.expect(not computing, "in step", f"{what} while {', '.join(computing)} compute")
         if owed:
             self.owed_versions.add(apply.version)
         self.version = apply.version
@@ -245,6 +250,7 @@ class Ledger:
         self.expect(parameters.dropped == (process in self.dropped), "answer", f"{what}, not so")
         self.repeated.discard(process)
         self.given[process] = parameters.version
+        self.computes[process] = parameters.iteration
         self.lowest[process] = (min(self.next.values()), self.policy.bound)
         self.judge_bound(process, parameters.iteration)
 
