@@ -133,13 +133,15 @@ def held_in(folder: Path) -> int:
 
 
 def _floor(mode: str, params: int, workers: int) -> float:
-    """The best that memory allows: copying the gradient in (read, write) and applying it (read it, read and write
-    the parameters, write them back), over the bandwidth of a copy on all cores."""
+    """The best that memory allows, over the bandwidth of a copy on all cores.
+
+    A push: copy the gradient in (read, write) and apply it (read it, read and write the parameters, write them back).
+    An iteration under BSP: copy all gradients in, read them, read and write the parameters, which all read there.
+    """
     bandwidth = copy_bandwidth()
-    moved = 4 * params * 6
     if mode == "asp":
-        return bandwidth / moved
-    return 1000 * workers * moved / bandwidth
+        return bandwidth / (4 * params * 6)
+    return 1000 * 4 * params * (3 * workers + 2) / bandwidth
 
 
 def copy_bandwidth() -> float:
