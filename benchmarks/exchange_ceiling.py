@@ -1,6 +1,6 @@
 """What an exchange through shared memory costs at least on this machine: its passes over memory, and nothing else.
 
-    python benchmarks/exchange_ceiling.py --params 1000000 [--mode bsp]
+    python benchmarks/exchange_ceiling.py --params 1000000 [--mode bsp|turns]
 
 With (workers + 2) x P floats of memory a push takes four passes: the worker copies its gradient into its segment and
 looks whether it is finite, the server steps on it and writes the new parameters back into the segment. Here one
@@ -10,8 +10,12 @@ Two cores that share all the work of a push cannot do more pushes a second than 
 
 With `--mode bsp`, two processes share the passes of one iteration of four workers: each copies and looks at two
 gradients, then steps one half of the parameters on their mean and writes them back into the four segments; they wait
-for each other after each part. Beside it stands what it would take if the workers' models were all views of the
-server's one vector, and nothing had to be written back.
+for each other after each part: with the parameters written back into every segment, and with all models views of the
+server's one vector, as under BSP.
+
+With `--mode turns`, nobody copies: two processes, each two workers, look at a gradient and then make the next version
+of the parameters out of the last one, by turns, in a pool of vectors. There is no server that could do it for a worker
+that is slow or stopped.
 
 `paceline bench exchange` prints what the whole exchange does.
 """
@@ -26,9 +30,9 @@ import time
 
 import torch
 
-from paceline.runtime.live.worker.staging import copy_and_look
+from paceline.runtime.live.worker.staging import copy_and_look, is_finite
 from paceline.tensors.layout import layout_of
-from paceline.tensors.optimizers import SliceOptimizer, parse
+from paceline.tensors.optimizers import PIECE, SliceOptimizer, parse
 
 WORKERS = 4
 
@@ -72,7 +76,7 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
             copy_and_look(gradient, segment)
         mine.send(b".")
         mine.recv(1)
-        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces)
+        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces, spoil=True)
         mine.send(b".")
         mine.recv(1)
     took = (time.perf_counter() - began) / iterations
@@ -80,6 +84,42 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
         os._exit(0)
     os.waitpid(child, 0)
     return took
+
+
+def take_turns(params: int, seconds: float) -> None:
+    """Print how many versions a second, and what each takes."""
+    pool = [shared(params) for _ in range(WORKERS + 1)]
+    made = torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)
+    """The versions there are; then, whether it is over."""
+    child = os.fork()
+    me = 0 if child else 1
+    gradients = [torch.full((params,), 1e-6) for _ in range(2)]
+    looked = stepped = 0.0
+    turn, began = me, time.perf_counter()
+    while not made[1]:
+        gradient = gradients[turn // 2 % 2]
+        started = time.perf_counter()
+        is_finite(gradient)
+        looked += time.perf_counter() - started
+        while made[0] < turn and not made[1]:
+            pass
+        started = time.perf_counter()
+        last, new = pool[turn % len(pool)], pool[(turn + 1) % len(pool)]
+        for before, change, after in zip(*(each.split(PIECE) for each in (last, gradient, new)), strict=True):
+            torch.add(before, change, alpha=-0.025, out=after)
+        stepped += time.perf_counter() - started
+        made[0] = turn + 1
+        turn += 2
+        if time.perf_counter() > began + seconds:
+            made[1] = 1
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    turns, rate = max(1, turn // 2), float(made[0]) / (time.perf_counter() - began)
+    print(
+        f"{params:.0e} parameters: looking {1e6 * looked / turns:.0f} us, the step {1e6 * stepped / turns:.0f} us, "
+        f"{rate:.0f} steps/s by turns"
+    )
 
 
 def seconds_each(pass_over, seconds: float) -> float:  # type: ignore[no-untyped-def]
@@ -96,9 +136,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1e6)
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--mode", choices=("asp", "bsp"), default="asp")
+    parser.add_argument("--mode", choices=("asp", "bsp", "turns"), default="asp")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.mode == "turns":
+        take_turns(int(options.params), options.seconds)
+        return
     segments = [shared(int(options.params)) for _ in range(WORKERS)]
     if options.mode == "bsp":
         count = max(20, int(2e8 * options.seconds / options.params))
