@@ -11,10 +11,12 @@ import contextlib
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.events import Restored, ServersChanged
+from paceline.core.policy import CentralPolicy, Policy
 from paceline.errors import PacelineError
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.server import moving
@@ -118,6 +120,14 @@ class Holding:
         segment.shows_servers = self.common
         return segment
 
+    def hand_over(self, file: str) -> str:
+        """Leave the optimizer's state in this file of the run's folder; why that failed, or ""."""
+        try:
+            save_file(self.optimizer.state(), self.folder / Path(file).name)
+        except (OSError, SafetensorError) as problem:
+            return str(problem)
+        return ""
+
     def leave(self) -> None:
         """Leave the final values where the driver finds them."""
         final = memory.attach(self.folder / memory.WHOLE, self.layout)
@@ -125,3 +135,12 @@ class Holding:
         if self.optimizer.average is not None:
             average = memory.attach(self.folder / memory.AVERAGE, self.layout)
             Segment(average, None, self.part, self.optimizer).fill(self.optimizer.average)
+
+
+def may_share(order: wire.Configure, policy: Policy) -> bool:
+    """Whether workers on this host may read the parameters where they are stepped: nobody computes then.
+
+    Not those of a durable server: what it has stepped must not be seen if it dies before that is in its log.
+    """
+    alone = len(order.assignment) == 1 and order.reslice is None and order.journal is None
+    return alone and isinstance(policy, CentralPolicy) and policy.in_step

@@ -15,7 +15,6 @@ from typing import assert_never
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import policies
@@ -30,14 +29,13 @@ from paceline.core.events import (
     ViewChanged,
 )
 from paceline.core.messages import Handle, Node, Pull, Push, Rise
-from paceline.core.policy import Policy
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier
 from paceline.runtime.live import checkpoint, wire
 from paceline.runtime.live.across import doors
 from paceline.runtime.live.configuration import Door, LiveConfig
 from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.server.holding import Holding
+from paceline.runtime.live.server.holding import Holding, may_share
 from paceline.runtime.live.server.journal import Journal
 from paceline.runtime.live.server.mapped import Segment
 from paceline.runtime.live.server.receiving import FarSegment, Receiving, sender_of
@@ -180,8 +178,9 @@ class LiveServer(ServerCarrier):
     def begin(self, order: wire.Configure) -> None:
         """With a machine that has been told nothing."""
         policy = policies.parse(order.policy)
-        workers = self.config.members.workers
-        self.holding = Holding(self.folder, self.shard, order, workers, may_share=self.may_share(order, policy))
+        # Who waited for the last life of this server asks again; others still compute on what that one has stepped.
+        share = self.life == 0 and self.receiving is None and may_share(order, policy)
+        self.holding = Holding(self.folder, self.shard, order, self.config.members.workers, may_share=share)
         self.open_door()
         machine = policy.machine("server", self.shard, self.config.members, self.config.seed)
         assert isinstance(machine, Shard)
@@ -192,14 +191,6 @@ class LiveServer(ServerCarrier):
             self.seat = Seat(Node("server", self.shard), self.life, machine, self, self.trace.write)
         if self.holding.first is not None:
             self.seat.tell(msgspec.structs.replace(self.holding.first, at=self.now()))
-
-    def may_share(self, order: wire.Configure, policy: Policy) -> bool:
-        """Whether the workers may read the parameters where they are stepped: nobody computes then, and all are here.
-
-        Those who waited for the last life of this server may not: others still compute on what that one has stepped.
-        """
-        alone = len(order.assignment) == 1 and order.reslice is None and self.receiving is None
-        return alone and self.life == 0 and self.journal is None and getattr(policy, "in_step", False)
 
     def open_door(self) -> None:
         """Say where the parameters are."""
@@ -273,12 +264,7 @@ class LiveServer(ServerCarrier):
             print(f"server {self.shard}: refused a malformed message of {peer!r}: {error}", file=sys.stderr)
             return
         if isinstance(request, wire.Fetch):
-            failed = ""
-            try:
-                save_file(self.holding.optimizer.state(), self.folder / Path(request.file).name)
-            except (OSError, SafetensorError) as problem:
-                failed = str(problem)
-            self.listener.send(peer, wire.encode(wire.Fetched(request.file, failed)))
+            self.listener.send(peer, wire.encode(wire.Fetched(request.file, self.holding.hand_over(request.file))))
             return
         for part in request.messages:
             if peer != b"%d:%d" % sender_of(part):
@@ -354,8 +340,8 @@ class LiveServer(ServerCarrier):
             self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         targets = [segment.pieces for segment in used if not segment.shows_servers]
-        spoil = bool(used) and gradients[0] is used[0].pieces
-        self.holding.optimizer.apply(gradients, action.weight, absent, targets, spoil)
+        own = bool(used) and gradients[0] is used[0].pieces
+        self.holding.optimizer.apply(gradients, action.weight, absent, targets, spoil=own)
         for segment in used:
             segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
