@@ -48,8 +48,9 @@ class Optimizer(torch.optim.Optimizer):
     to the power 1/N where gradients are applied on arrival), "schedule=cosine(samples=60000),batch=64" (a schedule
     that counts samples).
 
-    Without servers, parameters lie in other memory after each step (docs/policies/hop.md): hold on to parameters and
-    the model, never across a step to a `state_dict()`, `.data`, `detach()` or `numpy()` of them, unless cloned.
+    Without servers, parameters lie in other memory after each step (docs/policies/hop.md), and under BSP with one
+    server they move if that is restarted or gets company: hold on to parameters and the model, never across a step to a
+    `state_dict()`, `.data`, `detach()` or `numpy()` of them, unless cloned.
     """
 
     _step_supports_amp_scaling = True

@@ -404,6 +404,8 @@ class SSPNeverFreed(SSP):
 class BSPWithoutTheLast(BSP):
     """An iteration is finished when all but one have pushed it."""
 
+    in_step: ClassVar[bool] = True
+
     def finishes(self, there: int, expected: int, workers: int) -> bool:
         return there >= max(1, expected - 1)
 

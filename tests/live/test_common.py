@@ -19,6 +19,7 @@ from paceline.api import Job, train_job_live
 from paceline.cluster import Resize, load
 from paceline.core.messages import Members
 from paceline.errors import PacelineError
+from paceline.policies import BSP
 from paceline.run import Run
 from paceline.runtime.live import memory
 from paceline.runtime.live.driver.children import function_starter
@@ -27,6 +28,7 @@ from paceline.runtime.live.driver.launch import Driver, LivePlan
 from paceline.runtime.live.driver.watching import Care
 from paceline.runtime.live.server.durable import Durable
 from paceline.runtime.live.worker.segments import Segments
+from paceline.runtime.live.worker.window import Window
 from paceline.tensors.layout import Layout, layout_of
 from tests.reference import largest_difference, train_alone
 
@@ -154,16 +156,141 @@ def test_whoever_goes_back_takes_along_what_it_needs(tmp_path: Path) -> None:
     tensors = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
     layout = layout_of([("a", tensors[0], 0), ("b", tensors[1], 0)])
     common = memory.create(tmp_path / memory.COMMON, layout)
-    for holds_gradient, expected in ((False, 7.0), (True, -1.0)):
-        segments = Segments(tmp_path, int(holds_gradient), 0, layout, tensors, overlap=False)
+    for handing_in, expected in ((False, 7.0), (True, -1.0)):
+        segments = Segments(tmp_path, int(handing_in), 0, layout, tensors, overlap=False)
         segments.share()
         segments.adopt()
         common.fill_(7.0)
         assert all(bool((tensor == 7.0).all()) for tensor in tensors)
         assert segments.transfer.write([torch.full_like(tensor, -1.0) for tensor in tensors])
         assert all(bool((tensor == 7.0).all()) for tensor in tensors), "gradients do not touch the parameters"
-        segments.part(holds_gradient)
+        segments.unshare(handing_in)
         common.fill_(99.0)
         assert all(bool((tensor == expected).all()) for tensor in tensors)
         assert not any(segments.moved(index) for index in range(2))
         segments.close()
+
+
+def small(count: int, between: Callable[[int, int, torch.nn.Linear], None], lr: float = 1e-6) -> Callable[[], None]:
+    """So many steps with a gradient of 100 that change next to nothing. `between` is told of rank, step and model."""
+
+    def work() -> None:
+        model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.constant_(model.weight, 0.5)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=lr), model=model)
+        rank = session.init().rank
+        while opt.global_step < count:
+            opt.zero_grad()
+            between(rank, opt.global_step, model)
+            assert torch.allclose(model.weight, torch.tensor(0.5), atol=0.1), model.weight
+            (100 * model(torch.ones(1, 4))).sum().backward()
+            opt.step()
+        between(rank, count, model)
+
+    return work
+
+
+def test_what_a_script_writes_to_its_model_is_its_own_until_it_steps() -> None:
+    """Averaged weights swapped in for an evaluation: the others compute on what they were given."""
+
+    def between(rank: int, step: int, model: torch.nn.Linear) -> None:
+        if rank == 0 and step == 5:
+            kept = model.weight.data.clone()
+            model.weight.data.fill_(1000.0)
+            time.sleep(0.2)
+            model.weight.data.copy_(kept)
+        elif step == 5:
+            time.sleep(0.1)
+        elif rank == 0 and step == 7:
+            model.weight.data[0, 0] = 0.55  # the next step brings back what the server has
+        elif rank == 0 and step == 8:
+            assert abs(float(model.weight[0, 0].detach()) - 0.5) < 0.01
+
+    run = driver_of(small(10, between)).run()
+    assert run.failures == []
+    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+
+
+def test_what_a_script_writes_after_its_last_step_is_not_the_runs() -> None:
+    def between(rank: int, step: int, model: torch.nn.Linear) -> None:
+        if rank == 0 and step == 10:
+            model.load_state_dict({"weight": torch.full((1, 4), 777.0)})
+            time.sleep(0.2)
+        elif step == 10:
+            time.sleep(0.1)
+            assert float(model.weight[0, 0].detach()) < 1
+
+    run = driver_of(small(10, between)).run()
+    assert run.failures == []
+    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+
+
+def test_a_worker_that_is_refused_for_what_it_wrote_harms_nobody() -> None:
+    def between(rank: int, step: int, model: torch.nn.Linear) -> None:
+        if rank == 1 and step == 5:
+            with torch.no_grad():
+                model.weight[0, 0] = 0.45
+
+    run = driver_of(small(10, between)).run()
+    assert len(run.failures) == 1
+    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+
+
+def test_a_server_that_dies_when_a_worker_has_its_answer_takes_nothing_from_it(tmp_path: Path) -> None:
+    """The worker hears of the new server before it has returned from its step: its model is what it was answered."""
+    flag = tmp_path / "kill"
+
+    def between(rank: int, step: int, _: torch.nn.Linear) -> None:
+        live = session.init().live
+        if rank == 1 and step == 0:
+            await_order = live.await_order
+
+            def dawdle() -> None:
+                await_order()
+                if live.iteration == 25:
+                    flag.touch()
+                    time.sleep(1.0)
+
+            live.await_order = dawdle
+
+    driver = driver_of(small(40, between), keeping=Keeping(tmp_path / "kept", every_updates=10))
+
+    def kill() -> None:
+        while not flag.exists():
+            time.sleep(0.001)
+        next(child for child in driver.children.values() if child.role == "server").kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run = driver.run()
+    thread.join()
+    assert run.failures == []
+    assert not list(driver.folder.path.glob(memory.COMMON))
+
+
+def test_a_policy_that_changes_a_condition_of_bsps_promises_nothing() -> None:
+    class NearlyAll(BSP):
+        def finishes(self, there: int, expected: int, workers: int) -> bool:
+            return there >= expected - 1
+
+    assert BSP.in_step
+    assert not NearlyAll.in_step
+
+
+@pytest.mark.parametrize("pagemap", [True, False])
+def test_through_a_window_one_sees_the_server_and_writes_for_oneself(pagemap: bool, tmp_path: Path) -> None:
+    layout = layout_of([("a", torch.zeros(10_000), 0)])
+    common = memory.create(tmp_path / "common", layout)
+    window = Window(tmp_path / "common", layout)
+    if not pagemap:
+        window.close()
+    common.fill_(1.0)
+    assert window.vector.eq(1.0).all()
+    assert window.written() != pagemap
+    window.vector[5000] = 2.0
+    assert common.eq(1.0).all()
+    common.fill_(3.0)
+    assert window.written()
+    window.look_again()
+    assert window.vector.eq(3.0).all()
+    assert window.written() != pagemap

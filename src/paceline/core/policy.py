@@ -55,9 +55,10 @@ class CentralPolicy(Policy):
     on_arrival: ClassVar[bool]
     in_step: ClassVar[bool] = False
     """Whether every live worker waits for the parameters whenever they change: then one copy of them is enough for all
-    on a host. A promise, checked by `paceline.testing`."""
+    on a host. A promise, checked by `paceline.testing`. It is not inherited: who changes a condition makes it anew."""
 
     def __init_subclass__(cls) -> None:
+        cls.in_step = cls.__dict__.get("in_step", False)
         if not hasattr(cls, "name"):
             cls.name = cls.__name__.lower()
 

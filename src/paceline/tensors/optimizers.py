@@ -232,7 +232,7 @@ class Threads(NamedTuple):
 
     @classmethod
     def of(cls, servers: int, workers: int) -> Threads:
-        """For each of so many servers on this host."""
+        """For each of so many servers, beside so many workers."""
         cores = len(os.sched_getaffinity(0))
         return cls(cores // servers, cores // (servers + workers))
 
@@ -319,8 +319,8 @@ class SliceOptimizer:
         self.pace.advance(count)
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
         threads = self.threads.mean if count > 1 else self.threads.single
+        # Each thread takes the next piece: one that was woken late has less to do, and all end together.
         left = iter(range(len(self.pieces)))
-        """Each thread takes the next piece: one that was woken late has less to do, and all end together."""
 
         def step(scratch: Tensor) -> None:
             for index in left:

@@ -53,7 +53,11 @@ class Holding:
             self.spec, self.hyper, self.optimizer = rebuilt.meta.optimizer, rebuilt.hyper, rebuilt.optimizer
         else:
             values, learned = self._begin(order)
-            self._hold(self._share(values) if may_share else values, learned)
+            if may_share:
+                values = self._share(values)
+            else:
+                self.unshare()
+            self._hold(values, learned)
 
     @property
     def part(self) -> Ranges:
@@ -80,11 +84,16 @@ class Holding:
 
     def _share(self, values: Tensor) -> Tensor:
         """The same where all workers can read it, if there is room for that."""
-        with contextlib.suppress(PacelineError):
+        with contextlib.suppress(PacelineError, OSError):
             common = memory.create(self.folder / memory.COMMON, self.layout)
             self.common = True
             return common.copy_(values)
         return values
+
+    def unshare(self) -> None:
+        """From now on everybody has their own. Those who still read what was shared have it mapped."""
+        self.common = False
+        (self.folder / memory.COMMON).unlink(missing_ok=True)
 
     def _hold(self, values: Tensor, learned: State) -> None:
         """Step this part of the parameters from now on."""
@@ -108,7 +117,7 @@ class Holding:
         values, learned = moving.take(self.folder, order, self.shard, self.layout, self.optimizer)
         self.optimizer.close()
         self.assignment = order.after
-        self.common = False
+        self.unshare()
         self._hold(values, learned)
 
     def segment(self, worker: int, incarnation: int) -> Segment:

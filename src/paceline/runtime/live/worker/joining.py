@@ -85,7 +85,9 @@ def introduce(
     )
     worker.driver.send(wire.encode(described))
     begin = await_begin(worker)
-    give_way(worker.config.members.workers + worker.config.members.servers)
+    config = worker.config
+    if config.abroad is None or not config.abroad.near:  # else how many of them are on this host is not known
+        give_way(config.members.workers + config.members.servers)
     worker.hands.open()
     if not lead or begin.resumed:
         take_others(worker.folder, model)

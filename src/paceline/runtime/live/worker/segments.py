@@ -2,15 +2,15 @@
 
 On the CPU the model's tensors become views of the segment (`adopt`): what the servers write there is in the
 model, without a copy. Gradients that come while backward still reads the model (`overlap`) therefore have a
-segment of their own. A model on a GPU has memory of its own instead: its one segment is pinned, and `transfer`
-copies.
+segment of their own. A model on a GPU has memory of its own instead: its segment is pinned, and `transfer` copies.
 
-Where a server steps the parameters for all to read (`Door.common`), the model is views of those instead, and the
-segment holds gradients only.
+Where a server steps the parameters for all to read (`Door.common`), the model is views of those instead, through a
+window (`window.py`), and the segment holds gradients only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.runtime.live import memory
 from paceline.runtime.live.worker import cuda, staging
+from paceline.runtime.live.worker.window import Window
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.layout import Layout
 
@@ -39,6 +40,7 @@ class Segments:
         self.lanes = cuda.lanes_for(tensors)
         self.in_place = not self.lanes and all(tensor.device.type == "cpu" for tensor in tensors)
         self.adopted = False
+        self.window: Window | None = None
         self.gradient = self.own
         if overlap and self.in_place:
             self.gradient = memory.create(memory.staging_path(folder, rank, incarnation), layout)
@@ -63,23 +65,40 @@ class Segments:
                 tensor.data = view
 
     def share(self) -> None:
-        """Find the parameters where the server steps them."""
-        if self.parameters is self.own:
-            common = memory.attach(self.folder / memory.COMMON, self.layout)
-            self._pin(common)
-            self._look_in(common)
+        """Look for the parameters where the server steps them: a model on a GPU copies from there."""
+        if self.parameters is not self.own:
+            return
+        path = self.folder / memory.COMMON
+        # The server that said so may be gone by now, and its segment: then the next one says something else.
+        with contextlib.suppress(FileNotFoundError):
+            if self.in_place:
+                self.window = Window(path, self.layout)
+                self._look_in(self.window.vector)
+            else:
+                common = memory.attach(path, self.layout)
+                self._pin(common)
+                self._look_in(common)
 
-    def part(self, holds_gradient: bool) -> None:
-        """Find them in this worker's own segment from now on.
+    def unshare(self, handing_in: bool) -> None:
+        """Look for them in this worker's own segment.
 
-        Unless the gradient there is being handed in, and what it was computed on is of no use any more, they go there.
+        While it is `handing_in` a gradient, that is what the segment holds until the answer; else a model on the CPU
+        takes its parameters along.
         """
         if self.parameters is self.own:
             return
         self.transfer.settle()
-        if not holds_gradient:
+        if self.in_place and not handing_in:
             self.own.copy_(self.parameters)
+        if self.window is not None:
+            self.window.close()
+            self.window = None
         self._look_in(self.own)
+
+    def look_again(self) -> None:
+        """The server has stepped what is seen through the window."""
+        if self.window is not None:
+            self.window.look_again()
 
     def _look_in(self, segment: Tensor) -> None:
         self.parameters = segment
@@ -104,3 +123,5 @@ class Segments:
         self.transfer.settle()
         for segment in self.pinned:
             cuda.unpin(segment)
+        if self.window is not None:
+            self.window.close()

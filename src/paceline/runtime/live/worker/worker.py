@@ -173,8 +173,7 @@ class LiveWorker(WorkerCarrier):
         if all(door.common for door in self.talk.doors):
             self.segments.share()
         else:
-            self.segments.part(bool(self.pushed))
-        self.changes = [tensor._version for tensor in self.model.tensors]
+            self.segments.unshare(bool(self.pushed))
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """An iteration without a gradient: it counts as progress, and nobody waits for it."""
@@ -241,11 +240,11 @@ class LiveWorker(WorkerCarrier):
     def await_parameters(self) -> None:
         """Return when the machine has ordered the next iteration's computation, and settle the last one's samples."""
         self.await_order()
+        self.pushed = ()
         if time.monotonic() - self.heard_s > HEAR_S:
             self.hear_driver()
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         self.hands.settle(counted=self.refused or not all(self.machine.dropped))
-        self.pushed = ()
         self.talk.let_gradient_go()
         if self.stopping:
             raise Stopped
@@ -276,7 +275,9 @@ class LiveWorker(WorkerCarrier):
                 self.hear_driver()
                 self.trace.flush()
                 self.give_up_waiting()
-        if not self.segments.in_place:
+        if self.segments.in_place:
+            self.segments.look_again()
+        else:
             self.transfer.load()
             self.changes = [tensor._version for tensor in self.model.tensors]
 

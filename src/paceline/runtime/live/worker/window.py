@@ -1,0 +1,60 @@
+"""A worker's view of parameters that a server steps in a segment for all to read.
+
+The segment is mapped privately: the worker sees what the server writes, and what the script writes to its model is seen
+by itself alone, and until its next step only, as if the model had memory of its own. (The kernel gives this process a
+copy of a page when it writes to it, and from then on it would not see the server's any more. So before parameters are
+used again, such copies are dropped. Whether there are any is asked of /proc/self/pagemap, which takes 40 us for a
+million floats; dropping them unasked takes five times as long, since all pages are mapped again.)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+from paceline.tensors.layout import Layout
+
+PAGE = mmap.PAGESIZE
+COPIED = -(1 << 63) + (1 << 61)
+"""Below this, as a signed number, are the entries of pages that are present (bit 63), neither a file's nor shared (61)
+nor swapped out (62): copies. From SWAPPED on are those that were swapped out."""
+SWAPPED = 1 << 62
+
+
+class Window:
+    def __init__(self, path: Path, layout: Layout) -> None:
+        nbytes = max(layout.numel * layout.itemsize, 1)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self.map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
+        finally:
+            os.close(descriptor)
+        self.vector = torch.frombuffer(self.map, dtype=layout.torch_dtype, count=layout.numel)
+        self.offset = 8 * (self.vector.data_ptr() // PAGE)
+        self.buffer = bytearray(8 * -(-nbytes // PAGE))
+        self.entries = torch.frombuffer(self.buffer, dtype=torch.int64)
+        try:
+            self.pagemap: int | None = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.pagemap = None
+
+    def look_again(self) -> None:
+        """See what the server has written, whatever was written here."""
+        if self.written():
+            self.map.madvise(mmap.MADV_DONTNEED)
+
+    def written(self) -> bool:
+        """Whether the script has written to it; True if that cannot be found out."""
+        if self.pagemap is None or os.preadv(self.pagemap, [self.buffer], self.offset) != len(self.buffer):
+            return True
+        lowest, highest = torch.aminmax(self.entries)
+        return int(lowest) < COPIED or int(highest) >= SWAPPED
+
+    def close(self) -> None:
+        """It is not looked through any more; who still holds tensors of it may."""
+        if self.pagemap is not None:
+            os.close(self.pagemap)
+            self.pagemap = None
