@@ -541,7 +541,7 @@ def test_workers_may_die_and_come_back() -> None:
 def test_what_cannot_be_interrupted_is_said_once_and_left_alone(
     capfd: pytest.CaptureFixture[str], closed: bool, overlap: bool, line: str
 ) -> None:
-    run = paceline.launch(work(10, closed, overlap), workers=3, servers=1, policy=SPECULATIVE)
+    run = paceline.launch(work(30, closed, overlap), workers=3, servers=1, policy=SPECULATIVE)
     assert run.failures == []
     told = [action for r in run.trace for action in r.actions if isinstance(action, Send)]
     assert any(isinstance(send.message, Resync) for send in told), "they were told to"

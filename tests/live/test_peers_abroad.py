@@ -142,7 +142,10 @@ def test_on_one_host_a_hierarchical_graph_is_complete() -> None:
 
 
 def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:
-    """In vectors: its slots, what came and was not averaged, and a gradient."""
+    """In vectors: its slots, what came and was not averaged, and a gradient.
+
+    It never needs the most of both at once, but it gives neither back: max_gap more than on one host.
+    """
     policy = "hop:graph=ring-based,backup=1,max_gap=2"
 
     def work() -> None:
@@ -162,4 +165,4 @@ def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:
     ins = neighbours(parsed.topology(6), frozenset(range(6))).ins
     assert len(run.history) == 6
     for point in run.history:
-        assert 3 <= (point.loss or 0) <= len(ins[int(point.accuracy or 0)]) * (1 + 2) + 3
+        assert 3 <= (point.loss or 0) <= len(ins[int(point.accuracy or 0)]) * (1 + 2) + 2 + 3

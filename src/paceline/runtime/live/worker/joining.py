@@ -49,6 +49,9 @@ def join(worker: LiveWorker, model: Described, policy: Policy | None, overlap: b
     worker.transfer = worker.segments.transfer
     worker.talk.sent_hyper = model.optimizer.groups
     begin = introduce(worker, model, policy)
+    config = worker.config
+    if config.abroad is None or not config.abroad.near:  # else how many of them are on this host is not known
+        give_way(config.members.workers + config.members.servers)
     start(worker, begin)
     worker.segments.adopt()
     worker.changes = [tensor._version for tensor in model.tensors]
@@ -85,9 +88,6 @@ def introduce(
     )
     worker.driver.send(wire.encode(described))
     begin = await_begin(worker)
-    config = worker.config
-    if config.abroad is None or not config.abroad.near:  # else how many of them are on this host is not known
-        give_way(config.members.workers + config.members.servers)
     worker.hands.open()
     if not lead or begin.resumed:
         take_others(worker.folder, model)
