@@ -72,12 +72,12 @@ def train(workload: Workload, folder: Path) -> None:
 def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]:
     """A run in which `kills` workers are killed, one after the other; worker 0, which evaluates, is spared.
 
-    Also how many epochs were finished.
+    With one server or two, by the seed: under BSP one shares its parameters. Also how many epochs were finished.
     """
     work = partial(train, workloads.load("digits-mlp"), folder)  # loaded here: forks that import are poor victims
     plan = LivePlan(
-        Members(4, 2), function_starter(work), policies.parse(policy), load("lognormal:compute_s=0.004"),
-        seed=seed, care=Care(restarts=kills, timeout_s=120), target=None,
+        Members(4, 1 + seed // len(POLICIES) % 2), function_starter(work), policies.parse(policy),
+        load("lognormal:compute_s=0.004"), seed=seed, care=Care(restarts=kills, timeout_s=120), target=None,
     )  # fmt: skip
     driver = Driver(plan, say=lambda line: None)
     chance = random.Random(seed)

@@ -103,7 +103,7 @@ def main() -> None:
         policy = given.policy or POLICIES[number % len(POLICIES)]
         with tempfile.TemporaryDirectory() as folder:
             plan = LivePlan(
-                Members(3, 2),
+                Members(3, 1 + number % 2),
                 function_starter(work),
                 policies.parse(policy),
                 load("random-slowdown:factor=4,compute_s=0.005"),
