@@ -40,7 +40,7 @@ def changed(variant: str) -> Iterator[None]:
         elif name == "own":
             change = mock.patch.object(BSP, "in_step", False)
         elif name == "scratch":
-            change = mock.patch.object(SliceOptimizer, "apply", lambda *arguments: apply(*arguments[:5]))
+            change = mock.patch.object(SliceOptimizer, "apply", lambda *arguments, **_: apply(*arguments[:5]))
         elif name == "threads":
             change = mock.patch.object(Threads, "of", return_value=Threads(int(number), int(number)))
         elif variant == "now":
