@@ -66,6 +66,19 @@ def driver_of(work: Callable[[], None], policy: str = "bsp", members: Members | 
     return Driver(LivePlan(members or Members(3, 1), function_starter(work), policies.parse(policy), **given))
 
 
+def run_and_kill_server(driver: Driver, is_time: Callable[[], bool]) -> Run:
+    def kill() -> None:
+        while not is_time():
+            time.sleep(0.001)
+        next(child for child in driver.children.values() if child.role == "server").kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run = driver.run()
+    thread.join()
+    return run
+
+
 def places(run: Run) -> set[float | None]:
     assert run.failures == []
     return {point.loss for point in run.history}
@@ -113,15 +126,7 @@ def test_after_its_server_was_killed_everybody_has_their_own(tmp_path: Path) -> 
     """And nobody's model has changed while it was computed with: workers are slow, one slower than the other."""
     driver = driver_of(steps(150, 0.002), keeping=Keeping(tmp_path, every_updates=10))
 
-    def kill() -> None:
-        while driver.keeper is None or driver.keeper.last is None:
-            time.sleep(0.001)
-        next(child for child in driver.children.values() if child.role == "server").kill()
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    run = driver.run()
-    thread.join()
+    run = run_and_kill_server(driver, lambda: driver.keeper is not None and driver.keeper.last is not None)
     assert places(run) == {SHARED, OWN}
     for rank in range(3):
         told = [point.loss for point in run.history if point.accuracy == rank]
@@ -190,6 +195,12 @@ def small(count: int, between: Callable[[int, int, torch.nn.Linear], None], lr: 
     return work
 
 
+def run_small(between: Callable[[int, int, torch.nn.Linear], None], failures: int = 0) -> None:
+    run = driver_of(small(10, between)).run()
+    assert len(run.failures) == failures
+    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+
+
 def test_what_a_script_writes_to_its_model_is_its_own_until_it_steps() -> None:
     """Averaged weights swapped in for an evaluation: the others compute on what they were given."""
 
@@ -206,9 +217,7 @@ def test_what_a_script_writes_to_its_model_is_its_own_until_it_steps() -> None:
         elif rank == 0 and step == 8:
             assert abs(float(model.weight[0, 0].detach()) - 0.5) < 0.01
 
-    run = driver_of(small(10, between)).run()
-    assert run.failures == []
-    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+    run_small(between)
 
 
 def test_what_a_script_writes_after_its_last_step_is_not_the_runs() -> None:
@@ -220,9 +229,7 @@ def test_what_a_script_writes_after_its_last_step_is_not_the_runs() -> None:
             time.sleep(0.1)
             assert float(model.weight[0, 0].detach()) < 1
 
-    run = driver_of(small(10, between)).run()
-    assert run.failures == []
-    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+    run_small(between)
 
 
 def test_a_worker_that_is_refused_for_what_it_wrote_harms_nobody() -> None:
@@ -231,9 +238,7 @@ def test_a_worker_that_is_refused_for_what_it_wrote_harms_nobody() -> None:
             with torch.no_grad():
                 model.weight[0, 0] = 0.45
 
-    run = driver_of(small(10, between)).run()
-    assert len(run.failures) == 1
-    assert torch.allclose(run.parameters["weight"], torch.tensor(0.5), atol=0.01)
+    run_small(between, failures=1)
 
 
 def test_a_server_that_dies_when_a_worker_has_its_answer_takes_nothing_from_it(tmp_path: Path) -> None:
@@ -255,15 +260,7 @@ def test_a_server_that_dies_when_a_worker_has_its_answer_takes_nothing_from_it(t
 
     driver = driver_of(small(40, between), keeping=Keeping(tmp_path / "kept", every_updates=10))
 
-    def kill() -> None:
-        while not flag.exists():
-            time.sleep(0.001)
-        next(child for child in driver.children.values() if child.role == "server").kill()
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    run = driver.run()
-    thread.join()
+    run = run_and_kill_server(driver, flag.exists)
     assert run.failures == []
     assert not list(driver.folder.path.glob(memory.COMMON))
 
