@@ -3,8 +3,8 @@
 The segment is mapped privately: the worker sees what the server writes, and what the script writes to its model is seen
 by itself alone, and until its next step only, as if the model had memory of its own. (The kernel gives this process a
 copy of a page when it writes to it, and from then on it would not see the server's any more. So before parameters are
-used again, such copies are dropped. Whether there are any is asked of /proc/self/pagemap, which takes 40 us for a
-million floats; dropping them unasked takes five times as long, since all pages are mapped again.)
+used again, such copies are dropped. Whether there are any is asked of /proc/self/pagemap: eight bytes a page to read,
+where dropping them unasked would have all pages mapped again, one by one.)
 """
 
 from __future__ import annotations
