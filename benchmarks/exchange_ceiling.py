@@ -76,7 +76,7 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
             copy_and_look(gradient, segment)
         mine.send(b".")
         mine.recv(1)
-        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces, spoil=True)
+        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces)
         mine.send(b".")
         mine.recv(1)
     took = (time.perf_counter() - began) / iterations

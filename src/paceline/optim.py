@@ -25,7 +25,9 @@ from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import Extras, Hyper, describe, hyper_of, read_extras
 
 if TYPE_CHECKING:
+    from paceline.runtime.live.peer.peer import LivePeer
     from paceline.runtime.live.worker.description import Described
+    from paceline.runtime.live.worker.worker import LiveWorker
 
 
 def read_options(text: str) -> Extras:
@@ -112,19 +114,26 @@ class Optimizer(torch.optim.Optimizer):
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
         return Described(layout, self.trained, described, learned, others, buffers, aliases, model)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One iteration: run `closure` (zero_grad, forward, backward, return the loss), then exchange.
 
         Without a closure the gradients must be there already, as after `loss.backward()`.
         """
-        if self.live is None:
-            return self._step_alone(closure) if self._scaler_allows() else None
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            if self.live is None:
+                return self._step_alone(closure) if self._scaler_allows() else None
+            return self._step_live(self.live, closure)
+        finally:
+            torch.set_grad_enabled(before)
+
+    def _step_live(self, live: LiveWorker | LivePeer, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             loss = self._compute(closure)
-        elif self.live.aborting is not None:
-            self.live.aborting.warn()
+        elif live.aborting is not None:
+            live.aborting.warn()
         if self.overlap and getattr(self, "found_inf", None) is not None:
             raise PacelineError("a GradScaler changes gradients after backward: overlap=True has sent them by then")
         if not self._scaler_allows():
@@ -132,9 +141,9 @@ class Optimizer(torch.optim.Optimizer):
             return loss
         self._refuse_late_parameters()
         self._clip()
-        self.live.slow_down(self.started)
-        self.live.exchange([tensor.grad for tensor in self.trained], self._hyper())
-        self.live.pass_slow_link()
+        live.slow_down(self.started)
+        live.exchange([tensor.grad for tensor in self.trained], self._hyper())
+        live.pass_slow_link()
         self.started = time.monotonic()
         return loss
 

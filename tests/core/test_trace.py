@@ -26,7 +26,7 @@ from paceline.core.events import (
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Node
 from paceline.core.policy import CentralPolicy, PeerPolicy
-from paceline.core.trace import Header, Record, Trace, encode_record, read_records, replay
+from paceline.core.trace import Header, Record, Trace, encode_records, read_records, replay
 from paceline.core.words import in_words
 from paceline.errors import PacelineError
 from paceline.policies import ASP, BSP, SSP, Backup, Scheduled, Waiting, parse
@@ -95,7 +95,7 @@ class TestBytes:
 
     def test_records_written_one_by_one_are_the_same(self, trace: Trace) -> None:
         """A live node writes as it goes, and is killed as it goes."""
-        data = b"".join(encode_record(record) for record in trace)
+        data = b"".join(encode_records([record]) for record in trace)
         assert read_records(data) == trace.records
         assert trace.to_bytes().endswith(data)
 
@@ -106,7 +106,7 @@ class TestBytes:
     def test_a_last_line_cut_short_is_left_out(self, trace: Trace) -> None:
         few = Trace(trace.header, trace.records[:5])
         data = few.to_bytes()
-        last = len(encode_record(trace.records[4]))
+        last = len(encode_records(trace.records[4:5]))
         for cut in range(1, last + 1):
             assert Trace.from_bytes(data[:-cut]).records == trace.records[:4]
         assert Trace.from_bytes(data[: -last - 1]).records == trace.records[:3]

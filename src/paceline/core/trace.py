@@ -52,10 +52,7 @@ class Trace:
         return iter(self.records)
 
     def to_bytes(self) -> bytes:
-        encode = msgspec.json.Encoder().encode
-        lines = [encode(self.header)]
-        lines.extend(encode(record) for record in self.records)
-        return b"\n".join(lines) + b"\n"
+        return msgspec.json.encode(self.header) + b"\n" + encode_records(self.records)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Trace:
@@ -70,9 +67,9 @@ class Trace:
         return [record for record in self.records if _concerns(record, worker)]
 
 
-def encode_record(record: Record) -> bytes:
-    """One line of a trace file."""
-    return msgspec.json.encode(record) + b"\n"
+def encode_records(records: list[Record]) -> bytes:
+    """Lines of a trace file."""
+    return msgspec.json.Encoder().encode_lines(records)
 
 
 def read_records(data: bytes) -> list[Record]:

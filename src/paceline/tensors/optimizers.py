@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.core import spec
 from paceline.errors import ConfigError
 from paceline.tensors import kinds, schedules
+from paceline.tensors.columns import Columns
 from paceline.tensors.kinds import KINDS
 from paceline.tensors.layout import Layout, Part, layout_of
 from paceline.tensors.steppers import (
@@ -279,6 +280,7 @@ class SliceOptimizer:
         self.threads = threads.for_elements(len(values))
         most = max(self.threads)
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in range(most)]
+        self.columns = Columns()
         self.pool = ThreadPoolExecutor(most - 1) if most > 1 else None
 
     def close(self) -> None:
@@ -305,15 +307,13 @@ class SliceOptimizer:
         weight: float,
         absent: Sequence[frozenset[int]] = (),
         targets: Sequence[Sequence[Tensor]] = (),
-        spoil: bool = False,
     ) -> None:
         """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
         as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
-        be among them), each piece while it is still in the cache. With `spoil`, the first gradient may be written over:
-        the sum of several then needs no memory of its own.
+        be among them), each piece while it is still in the cache.
         """
         count = len(gradients)
         self.pace.advance(count)
@@ -321,12 +321,19 @@ class SliceOptimizer:
         threads = self.threads.mean if count > 1 else self.threads.single
         # Each thread takes the next piece: one that was woken late has less to do, and all end together.
         left = iter(range(len(self.pieces)))
+        columns = self.columns.of(gradients) if count > 1 else None
+        ones = self.columns.ones
 
         def step(scratch: Tensor) -> None:
             for index in left:
                 stepper = self.steppers[index]
-                if self.pieces[index].entry not in missing:
-                    stepper.step(self._sum(gradients, index, None if spoil else scratch), weight, count)
+                if self.pieces[index].entry in missing:
+                    pass
+                elif columns is None:
+                    stepper.step(add_up([gradient[index] for gradient in gradients], scratch), weight, count)
+                elif not stepper.step_on_columns(columns[index], ones, weight):
+                    total = torch.mv(columns[index], ones, out=scratch[: len(columns[index])])
+                    stepper.step(total, weight, count)
                 for target in targets:
                     target[index].copy_(stepper.values)
 
@@ -371,14 +378,15 @@ class SliceOptimizer:
                     }
                 )
 
-    def _sum(self, gradients: Sequence[Sequence[Tensor]], index: int, scratch: Tensor | None) -> Tensor:
-        if len(gradients) == 1:
-            return gradients[0][index]
-        first, second = gradients[0][index], gradients[1][index]
-        total = torch.add(first, second, out=first if scratch is None else scratch[: len(first)])
-        for gradient in gradients[2:]:
-            total += gradient[index]
-        return total
+
+def add_up(pieces: Sequence[Tensor], scratch: Tensor) -> Tensor:
+    """Their sum, in `scratch` if there are several."""
+    if len(pieces) == 1:
+        return pieces[0]
+    total = torch.add(pieces[0], pieces[1], out=scratch[: len(pieces[0])])
+    for piece in pieces[2:]:
+        total += piece
+    return total
 
 
 __all__ = [

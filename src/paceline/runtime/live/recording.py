@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 
 from paceline.core.messages import Node
-from paceline.core.trace import Header, Record, Trace, encode_record, read_records
+from paceline.core.trace import Header, Record, Trace, encode_records, read_records
 
 SUFFIX = ".trace"
-HELD = 1 << 14
-"""Bytes of records kept back, so that not each of them is a system call."""
+HELD = 128
+"""Records kept back, to be encoded and written together: one at a time, between two gradients that fill the caches, the
+encoder would have to be fetched from memory again for each."""
 HELD_S = 0.2
 """And for how long, while there are new ones: what a killed process had kept back is lost."""
 
@@ -24,7 +25,7 @@ class TraceFile:
     def __init__(self, folder: Path, node: Node, incarnation: int) -> None:
         self.path = folder / f"{node.role}-{node.rank}.{incarnation}{SUFFIX}"
         self.file = self.path.open("wb", buffering=0)
-        self.held = bytearray()
+        self.held: list[Record] = []
         """What is not written yet."""
         self.written_s = 0.0
         self.full = False
@@ -42,15 +43,16 @@ class TraceFile:
         return left.count(b"\n")
 
     def write(self, record: Record) -> None:
-        self.held += encode_record(record)
-        if len(self.held) > HELD or time.monotonic() - self.written_s > HELD_S:
+        self.held.append(record)
+        if len(self.held) >= HELD or time.monotonic() - self.written_s > HELD_S:
             self.flush()
 
     def flush(self) -> None:
         """Worth doing when there is nothing else to do. Without room the trace ends here, and the training does not."""
+        left = encode_records(self.held) if not self.full else b""
         try:
-            while self.held and not self.full:
-                del self.held[: self.file.write(self.held)]
+            while left:
+                left = left[self.file.write(left) :]
         except OSError as error:
             self.full = True
             print(f"{self.path.stem}: its trace ends here, the training goes on: {error.strerror}", file=sys.stderr)

@@ -340,8 +340,7 @@ class LiveServer(ServerCarrier):
             self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         targets = [segment.pieces for segment in used if not segment.shows_servers]
-        own = bool(used) and gradients[0] is used[0].pieces
-        self.holding.optimizer.apply(gradients, action.weight, absent, targets, spoil=own)
+        self.holding.optimizer.apply(gradients, action.weight, absent, targets)
         for segment in used:
             segment.holds = action.version
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
@@ -356,6 +355,7 @@ class LiveServer(ServerCarrier):
             held = {(handle.source, handle.incarnation) for handle in self.machine.held_handles()}
             for sender in self.segments.keys() - self.alive - held:
                 del self.segments[sender]
+                self.holding.rack.clear(*sender)
 
     def keep_held(self, segment: Segment, worker: int, incarnation: int) -> None:
         """A policy lets a worker go on whose gradient waits for its iteration's mean: keep a copy of it."""

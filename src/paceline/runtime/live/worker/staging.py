@@ -60,6 +60,15 @@ class Transfer:
 
     def write(self, gradients: Sequence[Tensor | None]) -> bool:
         """Put a whole gradient in its place; whether it is finite."""
+        if not self.lanes:
+            self.looked.clear()
+            finite = True
+            for gradient, view in zip(gradients, self.gradient, strict=True):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    finite &= copy_and_look(gradient, view)
+            return finite
         self.clear(index for index, gradient in enumerate(gradients) if gradient is None)
         self.put({index: gradient for index, gradient in enumerate(gradients) if gradient is not None})
         return self.finish()

@@ -170,11 +170,13 @@ class Talk:
         Meanwhile the links to servers on other hosts are all looked after: what one of them has not got yet, this one
         may be waiting for by way of another worker.
         """
+        if len(self.links) == 1:
+            return not self.links[0].gone and self.hear(0, timeout_s)
         there = [shard for shard in shards if not self.links[shard].gone]
         if not there:
             return False
         far = [shard for shard, link in enumerate(self.links) if isinstance(link, FarShard)]
-        if not far or len(self.links) == 1:
+        if not far:
             return self.hear(min(there), timeout_s)
         near = [shard for shard in there if shard not in far]
         heard = bool(near) and self.hear(min(near), TEND_S)

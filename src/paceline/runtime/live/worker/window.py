@@ -3,18 +3,21 @@
 The segment is mapped privately: the worker sees what the server writes, and what the script writes to its model is seen
 by itself alone, and until its next step only, as if the model had memory of its own. (The kernel gives this process a
 copy of a page when it writes to it, and from then on it would not see the server's any more. So before parameters are
-used again, such copies are dropped. Whether there are any is asked of /proc/self/pagemap: eight bytes a page to read,
-where dropping them unasked would have all pages mapped again, one by one.)
+used again, such copies are dropped. There can be none if this process had no page fault since it looked last; otherwise
+/proc/self/pagemap knows: eight bytes a page to read, where dropping them unasked would have all pages mapped again, one
+by one.)
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import torch
 
+from paceline.runtime.live import memory
 from paceline.tensors.layout import Layout
 
 PAGE = mmap.PAGESIZE
@@ -26,7 +29,7 @@ SWAPPED = 1 << 62
 
 class Window:
     def __init__(self, path: Path, layout: Layout) -> None:
-        nbytes = max(layout.numel * layout.itemsize, 1)
+        nbytes = memory.nbytes_of(layout)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self.map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
@@ -36,6 +39,8 @@ class Window:
         self.offset = 8 * (self.vector.data_ptr() // PAGE)
         self.buffer = bytearray(8 * -(-nbytes // PAGE))
         self.entries = torch.frombuffer(self.buffer, dtype=torch.int64)
+        self.faults = 0
+        """How many page faults this process had had when it was last found that nothing was written."""
         try:
             self.pagemap: int | None = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -43,8 +48,11 @@ class Window:
 
     def look_again(self) -> None:
         """See what the server has written, whatever was written here."""
-        if self.written():
-            self.map.madvise(mmap.MADV_DONTNEED)
+        faults = page_faults()
+        if faults != self.faults:
+            self.faults = faults
+            if self.written():
+                self.map.madvise(mmap.MADV_DONTNEED)
 
     def written(self) -> bool:
         """Whether the script has written to it; True if that cannot be found out."""
@@ -58,3 +66,9 @@ class Window:
         if self.pagemap is not None:
             os.close(self.pagemap)
             self.pagemap = None
+
+
+def page_faults() -> int:
+    """How many this process has had, in all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt

@@ -192,7 +192,8 @@ class LiveWorker(WorkerCarrier):
         ordered = self.ordered
         assert ordered is not None
         self.ordered = None
-        changed = hyper if hyper != self.talk.sent_hyper else None
+        said = self.talk.sent_hyper
+        changed = None if hyper is said or hyper == said else hyper
         self.talk.sent_hyper = hyper
         self.refused = bool(refusal)
         self.transfer.settle()
@@ -343,6 +344,8 @@ class LiveWorker(WorkerCarrier):
 
     def slow_down(self, started: float) -> None:
         """Make the iteration that began at `started` as long as the scenario says, and let its faults strike."""
+        if self.hindrance.scenario is None:
+            return
         self.stretch(started)
         self.hindrance.strike(self.machine.iteration)
         for want in self.hindrance.wanted_servers(self.machine.iteration):
@@ -357,7 +360,8 @@ class LiveWorker(WorkerCarrier):
 
     def pass_slow_link(self) -> None:
         """A scenario's slow connection takes its time."""
-        self.hindrance.pass_link(sum(self.talk.slice_bytes))
+        if self.hindrance.link is not None:
+            self.hindrance.pass_link(sum(self.talk.slice_bytes))
 
     def log(self, values: dict[str, float]) -> None:
         started = hasattr(self, "machine")
