@@ -39,9 +39,9 @@ from paceline.tensors.steppers import (
 HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
 """Group entries that choose an implementation, not a result; the server chooses its own."""
 
-PIECE = 1 << 17
-"""Elements of a piece at most: half a megabyte in float32. Smaller ones fit the caches better, but then calling
-torch costs more than the arithmetic."""
+PIECE = 1 << 18
+"""Elements of a piece at most: a megabyte in float32. Smaller ones fit the caches better, but then calling torch costs
+more than that saves."""
 
 WORTH_A_THREAD = 1 << 18
 """Elements of a slice for each thread at least: waking one takes as long as it takes to step so many."""
@@ -329,6 +329,8 @@ class SliceOptimizer:
                 stepper = self.steppers[index]
                 if self.pieces[index].entry in missing:
                     pass
+                elif count == 1:
+                    stepper.step(gradients[0][index], weight)
                 elif columns is None:
                     stepper.step(add_up([gradient[index] for gradient in gradients], scratch), weight, count)
                 elif not stepper.step_on_columns(columns[index], ones, weight):
@@ -380,9 +382,7 @@ class SliceOptimizer:
 
 
 def add_up(pieces: Sequence[Tensor], scratch: Tensor) -> Tensor:
-    """Their sum, in `scratch` if there are several."""
-    if len(pieces) == 1:
-        return pieces[0]
+    """The sum of several, in `scratch`."""
     total = torch.add(pieces[0], pieces[1], out=scratch[: len(pieces[0])])
     for piece in pieces[2:]:
         total += piece

@@ -18,6 +18,8 @@ from torch import Tensor
 from paceline.runtime.live import memory
 from paceline.tensors.layout import Layout
 
+NOWHERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+MAP_NORESERVE = 0x4000
 MAP_FIXED = 0x10
 NO_ACCESS = 0
 libc = ctypes.CDLL(None, use_errno=True)
@@ -33,9 +35,9 @@ class Rack:
         """The incarnation whose segment is in each rank's place."""
         self.places = places
         if places:
-            # Addresses only, no memory. They are given back with the last tensor that lies there.
+            # Addresses only: nothing is written there before a segment is. They are given back with the last tensor.
             try:
-                room = mmap.mmap(-1, places * self.distance, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, NO_ACCESS)
+                room = mmap.mmap(-1, places * self.distance, NOWHERE | MAP_NORESERVE)
             except OSError:  # few addresses are allowed (ulimit -v)
                 self.places = 0
             else:
@@ -59,7 +61,7 @@ class Rack:
     def clear(self, rank: int, incarnation: int) -> None:
         """This worker's segment is not needed any more."""
         if self.taken.get(rank) == incarnation:
-            self._put(rank, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            self._put(rank, NO_ACCESS, NOWHERE, -1)
             del self.taken[rank]
 
     def _put(self, rank: int, access: int, flags: int, descriptor: int) -> None:

@@ -266,7 +266,8 @@ class LiveWorker(WorkerCarrier):
                 self.give_up_waiting()
                 continue
             if self.talk.hear_any(self.machine.waiting, IDLE_S):
-                self.flush()
+                if self.talk.outbox or self.to_scheduler:
+                    self.flush()
             else:
                 gone = [shard for shard in self.machine.waiting if self.talk.links[shard].gone]
                 if len(gone) == len(self.machine.waiting):
