@@ -7,7 +7,10 @@
     ray        Ray's parameter-server pattern, when ray is installed (with two nodes, if over TCP)
 
 A peer's worker is a function of (rank, size, store, options) that returns plain numbers; `measure` runs it in
-`size` processes. It gets what favours it: no framework around the exchange, and everything warm.
+`size` processes. It gets what favours it: no framework around the exchange, no look for NaN, and everything warm. All
+end an exchange with the parameters in the worker's model. What torch RPC delivers is the worker's own memory, which
+becomes the model's (two versions may be mixed in it: the server goes on stepping while it sends); what Ray delivers may
+only be read, so as in Ray's own example it is copied.
 """
 
 from __future__ import annotations
@@ -134,12 +137,16 @@ def exchange_rpc(rank: int, size: int, store: str, options: Options) -> float:
     rpc.init_rpc(f"node{rank}", rank=rank, world_size=size, rpc_backend_options=backend)
     rate = 0.0
     if rank:
+        parameter = torch.nn.Parameter(torch.zeros(options["params"]))
         gradient = torch.full((options["params"],), 1e-6)
-        for _ in range(options["warm"]):
-            rpc.rpc_sync("node0", _push_pull, args=(gradient,))
+
+        def iterate(count: int) -> None:
+            for _ in range(count):
+                parameter.data = rpc.rpc_sync("node0", _push_pull, args=(gradient,))
+
+        iterate(options["warm"])
         began = time.perf_counter()
-        for _ in range(options["count"]):
-            rpc.rpc_sync("node0", _push_pull, args=(gradient,))
+        iterate(options["count"])
         rate = options["count"] / (time.perf_counter() - began)
     rpc.shutdown()
     return rate
@@ -159,12 +166,16 @@ def _ray(size: int, options: Options) -> float:
             return self.values
 
     def work(server: Any) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(options["params"]))
         gradient = np.full(options["params"], 1e-6, dtype=np.float32)
-        for _ in range(options["warm"]):
-            ray.get(server.push_pull.remote(gradient))
+
+        def iterate(count: int) -> None:
+            for _ in range(count):
+                parameter.data.copy_(torch.from_numpy(ray.get(server.push_pull.remote(gradient))))
+
+        iterate(options["warm"])
         began = time.perf_counter()
-        for _ in range(options["count"]):
-            ray.get(server.push_pull.remote(gradient))
+        iterate(options["count"])
         return float(options["count"] / (time.perf_counter() - began))
 
     try:
