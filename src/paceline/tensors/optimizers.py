@@ -281,6 +281,8 @@ class SliceOptimizer:
         most = max(self.threads)
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in range(most)]
         self.columns = Columns()
+        self.takes_several = self._is_plain()
+        """Whether `apply_each` can be used."""
         self.pool = ThreadPoolExecutor(most - 1) if most > 1 else None
 
     def close(self) -> None:
@@ -300,6 +302,11 @@ class SliceOptimizer:
         """Take over hyper-parameters a scheduler has changed on the worker."""
         for piece, stepper in zip(self.pieces, self.steppers, strict=True):
             stepper.hyper.update(groups[piece.group])
+        self.takes_several = self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Plain SGD, and nothing else follows the values."""
+        return all(isinstance(stepper, SGDStepper) and stepper.is_plain() for stepper in self.steppers)
 
     def apply(
         self,
@@ -318,29 +325,52 @@ class SliceOptimizer:
         count = len(gradients)
         self.pace.advance(count)
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
-        threads = self.threads.mean if count > 1 else self.threads.single
-        # Each thread takes the next piece: one that was woken late has less to do, and all end together.
-        left = iter(range(len(self.pieces)))
         columns = self.columns.of(gradients) if count > 1 else None
         ones = self.columns.ones
 
-        def step(scratch: Tensor) -> None:
-            for index in left:
-                stepper = self.steppers[index]
-                if self.pieces[index].entry in missing:
-                    pass
-                elif count == 1:
-                    stepper.step(gradients[0][index], weight)
-                elif columns is None:
-                    stepper.step(add_up([gradient[index] for gradient in gradients], scratch), weight, count)
-                elif not stepper.step_on_columns(columns[index], ones, weight):
-                    total = torch.mv(columns[index], ones, out=scratch[: len(columns[index])])
-                    stepper.step(total, weight, count)
-                for target in targets:
-                    target[index].copy_(stepper.values)
+        def step(index: int, scratch: Tensor) -> None:
+            stepper = self.steppers[index]
+            if self.pieces[index].entry in missing:
+                pass
+            elif count == 1:
+                stepper.step(gradients[0][index], weight)
+            elif columns is None:
+                stepper.step(add_up([gradient[index] for gradient in gradients], scratch), weight, count)
+            elif not stepper.step_on_columns(columns[index], ones, weight):
+                total = torch.mv(columns[index], ones, out=scratch[: len(columns[index])])
+                stepper.step(total, weight, count)
+            for target in targets:
+                target[index].copy_(stepper.values)
 
-        others = [self.pool.submit(step, self.scratch[thread]) for thread in range(1, threads)] if self.pool else []
-        step(self.scratch[0])
+        self._for_each_piece(step, self.threads.mean if count > 1 else self.threads.single)
+
+    def apply_each(self, gradients: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
+        """As `apply` on one gradient after the other, each its own target, but in one pass through memory.
+
+        What comes out is the same to the last bit: only that a piece is stepped on all gradients before the next is.
+        """
+        factors = []
+        for _ in gradients:
+            self.pace.advance(1)
+            factors.append(self.pace.factor)
+
+        def step(index: int, _: Tensor) -> None:
+            stepper = self.steppers[index]
+            assert isinstance(stepper, SGDStepper)
+            stepper.step_on_each([gradient[index] for gradient in gradients], weights, factors)
+
+        self._for_each_piece(step, self.threads.single)
+
+    def _for_each_piece(self, step: Callable[[int, Tensor], None], threads: int) -> None:
+        """With memory for a piece. Each thread takes the next: one woken late has less to do, and all end together."""
+        left = iter(range(len(self.pieces)))
+
+        def work(scratch: Tensor) -> None:
+            for index in left:
+                step(index, scratch)
+
+        others = [self.pool.submit(work, self.scratch[thread]) for thread in range(1, threads)] if self.pool else []
+        work(self.scratch[0])
         for other in others:
             other.result()
 

@@ -7,6 +7,7 @@ steps of weight 1/N forget as much as one step of weight 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +91,14 @@ class SGDStepper:
         rate: Any = self.hyper["lr"]
         self.values.addmv_(gradients, ones, alpha=-rate * weight * self.pace.factor / len(ones))
         return True
+
+    def step_on_each(self, gradients: Sequence[Tensor], weights: Sequence[float], factors: Sequence[float]) -> None:
+        """Plain steps on one after another, and each is written over by the values after it."""
+        rate: Any = self.hyper["lr"]
+        values = self.values
+        for gradient, weight, factor in zip(gradients, weights, factors, strict=True):
+            values = torch.add(values, gradient, alpha=-rate * weight * factor, out=gradient)
+        self.values.copy_(values)
 
     def is_plain(self) -> bool:
         """Whether a step is no more than the gradient, scaled."""

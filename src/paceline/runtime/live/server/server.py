@@ -39,6 +39,7 @@ from paceline.runtime.live.server.holding import Holding, may_share
 from paceline.runtime.live.server.journal import Journal
 from paceline.runtime.live.server.mapped import Segment
 from paceline.runtime.live.server.receiving import FarSegment, Receiving, sender_of
+from paceline.runtime.live.server.together import Together
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors.optimizers import Hyper
 from paceline.tensors.significance import significance
@@ -76,6 +77,7 @@ class LiveServer(ServerCarrier):
         """What each worker's schedulers have changed the hyper-parameters to."""
         self.kept: dict[Handle, tuple[list[Tensor], frozenset[int]]] = {}
         """Gradients that are not used yet although their worker goes on: copies, with the tensors that have none."""
+        self.together = Together(self)
         self.checkpoint_every: int | None = None
         self.journal: Journal | None = None
         """If this server is durable."""
@@ -105,6 +107,7 @@ class LiveServer(ServerCarrier):
                 self.obey(wire.decode_to_server(order))
             while self.listener in ready and (received := self.listener.receive()) is not None:
                 self.take(*received)
+            self.together.catch_up()
             if self.receiving is not None:
                 if self.receiving.listener in ready:
                     self.receiving.hear()
@@ -264,6 +267,7 @@ class LiveServer(ServerCarrier):
             print(f"server {self.shard}: refused a malformed message of {peer!r}: {error}", file=sys.stderr)
             return
         if isinstance(request, wire.Fetch):
+            self.together.catch_up()
             self.listener.send(peer, wire.encode(wire.Fetched(request.file, self.holding.hand_over(request.file))))
             return
         for part in request.messages:
@@ -281,6 +285,7 @@ class LiveServer(ServerCarrier):
     def take_push(self, push: Push, exchange: wire.Exchange) -> None:
         handle = push.handle
         if exchange.hyper is not None:
+            self.together.catch_up()
             self.said_hyper[handle.source, handle.incarnation] = exchange.hyper
             self.adopt_hyper()
         try:
@@ -296,6 +301,7 @@ class LiveServer(ServerCarrier):
         else:
             measured = None
             if self.machine.gate.wants_significance:
+                self.together.catch_up()
                 measured = significance(segment.gradient, self.holding.optimizer.values)
             self.seat.tell(PushArrived(self.now(), push, measured))
 
@@ -325,6 +331,9 @@ class LiveServer(ServerCarrier):
         return segment
 
     def apply(self, action: Apply) -> None:
+        if self.together.put_off(action):
+            return
+        self.together.catch_up()
         gradients: list[list[Tensor]] = []
         absent: list[frozenset[int]] = []
         used: list[Segment] = []
@@ -337,12 +346,17 @@ class LiveServer(ServerCarrier):
                 used.append(self.segments[handle.source, handle.incarnation])
                 gradients.append(used[-1].gradient)
                 absent.append(used[-1].absent)
-            self.staleness[handle.source] = action.staleness(handle)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         targets = [segment.pieces for segment in used if not segment.shows_servers]
         self.holding.optimizer.apply(gradients, action.weight, absent, targets)
         for segment in used:
             segment.holds = action.version
+        self.note(action)
+
+    def note(self, action: Apply) -> None:
+        """The step is taken."""
+        for handle in action.handles:
+            self.staleness[handle.source] = action.staleness(handle)
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
             self.driver.send(wire.encode(wire.Due()))
 
@@ -364,6 +378,8 @@ class LiveServer(ServerCarrier):
                 self.kept[handle] = (segment.keep(), segment.absent)
 
     def answer(self, action: Answer) -> None:
+        if self.together.put_off_answer(action):
+            return
         parameters = action.parameters
         self.waits.pop(parameters.worker, None)
         if (parameters.worker, parameters.incarnation) not in self.heard:
