@@ -30,6 +30,7 @@ from paceline.runtime.live.server.durable import Durable
 from paceline.runtime.live.worker.segments import Segments
 from paceline.runtime.live.worker.window import Window
 from paceline.tensors.layout import Layout, layout_of
+from paceline.tensors.steppers import SGDStepper
 from tests.reference import largest_difference, train_alone
 
 SHARED, OWN = 1.0, 0.0
@@ -291,3 +292,39 @@ def test_through_a_window_one_sees_the_server_and_writes_for_oneself(pagemap: bo
     window.look_again()
     assert window.vector.eq(3.0).all()
     assert window.written() != pagemap
+
+
+def test_who_had_no_page_fault_has_written_nothing(tmp_path: Path, monkeypatch) -> None:
+    layout = layout_of([("a", torch.zeros(100_000), 0)])
+    common = memory.create(tmp_path / "common", layout)
+    window = Window(tmp_path / "common", layout)
+    assert window.vector.eq(0.0).all()
+    asked = []
+    written = window.written
+    monkeypatch.setattr(window, "written", lambda: asked.append(1) or written())
+    for _ in range(100):
+        window.look_again()
+    assert len(asked) < 50
+    for count in range(20):
+        thread = threading.Thread(target=window.vector[5000 * count :].fill_, args=(2.0,))
+        thread.start()
+        thread.join()
+        common.fill_(count)
+        window.look_again()
+        assert window.vector.eq(count).all()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mean_is_one_product(servers: int, overlap: bool, tmp_path: Path, monkeypatch) -> None:
+    stepped = SGDStepper.step_on_columns
+    seen = tmp_path / "seen"
+
+    def note(self: SGDStepper, gradients: torch.Tensor, ones: torch.Tensor, weight: float) -> bool:
+        with seen.open("a") as file:
+            file.write(f"{len(ones)}\n")
+        return stepped(self, gradients, ones, weight)
+
+    monkeypatch.setattr(SGDStepper, "step_on_columns", note)
+    driver_of(steps(5, overlap=overlap), members=Members(3, servers)).run()
+    assert seen.read_text().split().count("3") >= 5

@@ -196,7 +196,7 @@ def test_describe_reads_every_group() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_change_nothing(threads: int, count: int) -> None:
     torch.manual_seed(0)
-    shapes = [(9 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
+    shapes = [(4 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
     layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(count)]
     results = []
@@ -212,6 +212,71 @@ def test_threads_change_nothing(threads: int, count: int) -> None:
         ours.close()
     for alone, together in zip(*results, strict=True):
         assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("extras", ["", ",schedule=cosine(samples=40),batch=4"])
+def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: str) -> None:
+    torch.manual_seed(0)
+    layout = Layout((Entry("a", (3 * optimizers.PIECE + 5,), 0), Entry("b", (7,), 0)), "float32")
+    start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
+    weights = [0.25, 0.125, 1.0]
+    results = []
+    for together in (False, True):
+        spec = parse("sgd:lr=0.1" + extras)
+        ours = SliceOptimizer(layout, slice(0, layout.numel), start.clone(), spec, Threads(threads, threads))
+        assert ours.takes_several
+        copies = [gradient.clone() for gradient in gradients]
+        pieces = [ours.cut(copy) for copy in copies]
+        if together:
+            ours.apply_each(pieces, weights)
+        else:
+            for each, weight in zip(pieces, weights, strict=True):
+                ours.apply([each], weight, targets=[each])
+        results.append([ours.values, *copies, torch.tensor(ours.pace.samples)])
+        ours.close()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("text", ["adam:lr=0.1", "sgd:lr=0.1,momentum=0.9", "sgd:lr=0.1,ema=0.9"])
+def test_only_plain_steps_are_taken_together(text: str) -> None:
+    layout = layout_of([("p", torch.zeros(5), 0)])
+    assert not SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse(text)).takes_several
+    plain = SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse("sgd:lr=0.1"))
+    assert plain.takes_several
+    plain.set_hyper([{"momentum": 0.9}])
+    assert not plain.takes_several, "a script may change that, too"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("text", ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9", "adam:lr=0.1", "sgd:lr=0.1,ema=0.9"])
+def test_gradients_side_by_side_have_the_same_mean(text: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    layout = Layout((Entry("a", (optimizers.PIECE + 5,), 0), Entry("b", (7,), 0)), dtype)
+    room = torch.randn(4, layout.numel + 9).to(kind)
+    start, rows = torch.randn(layout.numel).to(kind), [row[: layout.numel] for row in room]
+    results = []
+    even = dtype != "bfloat16"
+    for gradients, side_by_side in (
+        ([row.clone() for row in rows], False),
+        (rows, even),
+        (rows[::-1], False),
+        ([rows[0], rows[1], rows[3], rows[2]], False),
+        (rows[::2], even),
+    ):
+        ours = SliceOptimizer(layout, slice(0, layout.numel), start.clone(), parse(text))
+        pieces = [ours.cut(gradient) for gradient in gradients]
+        for _ in range(2):
+            ours.apply(pieces, 1.0, [frozenset()] * len(gradients))
+        assert (ours.columns.matrices is not None) == side_by_side
+        results.append(ours.values)
+    assert torch.equal(torch.stack(rows), room[:, : layout.numel]), "gradients are read only"
+    expected, *same, of_two = results
+    for values in same if even else ():
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(of_two, expected)
 
 
 def test_a_slice_on_the_cpu_never_asks_cuda(monkeypatch) -> None:

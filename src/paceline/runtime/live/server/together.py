@@ -37,11 +37,12 @@ class Together:
         if not (self.steps or server.listener.inbox) or len(step.handles) > 1:
             return False
         (handle,) = step.handles
-        segment = server.segments[handle.source, handle.incarnation]
-        apart = handle in server.kept or segment.absent or segment.gradient is not segment.pieces
-        elsewhere = server.receiving is not None or server.journal is not None or segment.shows_servers
         optimizer = server.holding.optimizer
-        if apart or elsewhere or not optimizer.takes_several or len(optimizer.values) < WORTH_IT:
+        if not optimizer.takes_several or len(optimizer.values) < WORTH_IT or handle in server.kept:
+            return False
+        segment = server.segments[handle.source, handle.incarnation]
+        apart = segment.absent or segment.shows_servers or segment.gradient is not segment.pieces
+        if apart or server.receiving is not None or server.journal is not None:
             return False
         if len(self.steps) == MOST:
             self.catch_up()
