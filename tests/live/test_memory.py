@@ -155,7 +155,7 @@ def test_a_server_maps_segments_side_by_side_and_lets_them_go(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError):
         attach(0, 7)
     ours.clear()
-    del rack
+    rack = Rack(0, LAYOUT)
     assert mapped(tmp_path) == []
 
 
