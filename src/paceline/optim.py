@@ -139,8 +139,10 @@ class Optimizer(torch.optim.Optimizer):
         if not self._scaler_allows():
             self.skip_step()
             return loss
-        self._refuse_late_parameters()
-        self._clip()
+        if self.frozen:
+            self._refuse_late_parameters()
+        if self.extras.clip is not None:
+            self._clip(self.extras.clip)
         live.slow_down(self.started)
         live.exchange([tensor.grad for tensor in self.trained], self._hyper())
         live.pass_slow_link()
@@ -174,7 +176,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._clip()
+        if self.extras.clip is not None:
+            self._clip(self.extras.clip)
         self._step_inner()
         return loss
 
@@ -191,11 +194,10 @@ class Optimizer(torch.optim.Optimizer):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _clip(self) -> None:
+    def _clip(self, norm: float) -> None:
         """Bound the norm of this worker's whole gradient, before it is sliced."""
-        if self.extras.clip is not None:
-            every = [tensor for group in self.param_groups for tensor in group["params"]]
-            nn.utils.clip_grad_norm_(every, self.extras.clip)
+        every = [tensor for group in self.param_groups for tensor in group["params"]]
+        nn.utils.clip_grad_norm_(every, norm)
 
     def _refuse_late_parameters(self) -> None:
         """A parameter that was frozen when this optimizer was made is not on the servers."""

@@ -99,7 +99,8 @@ class LiveServer(ServerCarrier):
         self.driver.send(wire.encode(wire.Ready(self.shard, False, self.door)))
         while not self.finished:
             ready = self.waiter.wait(self.until_timer())
-            self.fire_timers()
+            if self.timers:
+                self.fire_timers()
             if not ready:
                 self.trace.flush()
             # Views first: somebody may be waiting for the dead.
@@ -113,9 +114,11 @@ class LiveServer(ServerCarrier):
                     self.receiving.hear()
                 if self.receiving.unsent:
                     self.receiving.catch_up()
-            self.let_go()
+            if len(self.segments) > len(self.alive):
+                self.let_go()
             self.tell_status()
-            self.tell_standing()
+            if self.surveying is not None:
+                self.tell_standing(self.surveying)
         self.trace.close()
         self.driver.close()
         self.listener.close()
@@ -217,13 +220,11 @@ class LiveServer(ServerCarrier):
         self.seat.tell(msgspec.structs.replace(order.event, at=self.now()))
         self.driver.send(wire.encode(wire.Ready(self.shard, True, self.door)))
 
-    def tell_standing(self) -> None:
-        """Tell the driver, while it wants to know, how everybody stands here."""
-        if self.surveying is None:
-            return
+    def tell_standing(self, change: int) -> None:
+        """Tell the driver, while it wants to know because of this change, how everybody stands here."""
         machine, progress = self.machine, self.machine.progress
         standing = wire.Standing(
-            self.surveying, self.shard, machine.view.number, progress.V, machine.version, dict(progress.next),
+            change, self.shard, machine.view.number, progress.V, machine.version, dict(progress.next),
             tuple(machine.waiting), bool(machine.held), self.holding.hyper,
         )  # fmt: skip
         if standing != self.surveyed:
@@ -365,11 +366,10 @@ class LiveServer(ServerCarrier):
 
     def let_go(self) -> None:
         """Unmap the segments of workers that are gone, once their last gradient is used."""
-        if len(self.segments) > len(self.alive):
-            held = {(handle.source, handle.incarnation) for handle in self.machine.held_handles()}
-            for sender in self.segments.keys() - self.alive - held:
-                del self.segments[sender]
-                self.holding.rack.clear(*sender)
+        held = {(handle.source, handle.incarnation) for handle in self.machine.held_handles()}
+        for sender in self.segments.keys() - self.alive - held:
+            del self.segments[sender]
+            self.holding.rack.clear(*sender)
 
     def keep_held(self, segment: Segment, worker: int, incarnation: int) -> None:
         """A policy lets a worker go on whose gradient waits for its iteration's mean: keep a copy of it."""

@@ -95,11 +95,6 @@ class Segments:
             self.window = None
         self._look_in(self.own)
 
-    def look_again(self) -> None:
-        """The server has stepped what is seen through the window."""
-        if self.window is not None:
-            self.window.look_again()
-
     def _look_in(self, segment: Tensor) -> None:
         self.parameters = segment
         self.views = self.layout.views(segment)

@@ -118,29 +118,21 @@ class Talk:
         else:
             link.send(wire.encode(request))
 
-    def loosen(self, gradients: Sequence[Tensor | None]) -> bool:
+    def loosen(self, cargo: Cargo, gradients: Sequence[Tensor | None]) -> bool:
         """Whether this gradient goes to the servers from where it is, and need not be in a segment."""
-        cargo = self.cargo
-        if cargo is None:
-            return False
         cargo.loose = gradients if self.all_gather() and cargo.may_be_loose(gradients) else ()
         return bool(cargo.loose)
 
-    def fasten(self) -> bool:
+    def fasten(self, cargo: Cargo) -> bool:
         """Whether the gradient was to go from where it is and cannot any more: a server is on this host by now."""
-        if self.cargo is None or not self.cargo.loose or self.all_gather():
+        if not cargo.loose or self.all_gather():
             return False
-        self.cargo.loose = ()
+        cargo.loose = ()
         return True
 
     def all_gather(self) -> bool:
         """Whether every server can be sent what lies in several places."""
         return all(isinstance(link, FarShard) and link.gathers for link in self.links)
-
-    def let_gradient_go(self) -> None:
-        """Every server has it."""
-        if self.cargo is not None:
-            self.cargo.loose = ()
 
     def stage(self, index: int) -> None:
         """With `overlap`: this tensor's gradient is in the segment, and what is whole with it may leave."""

@@ -141,7 +141,7 @@ class LiveWorker(WorkerCarrier):
         self.pushed = gradients
         if self.overlap is not None:
             finite = self.overlap.commit(gradients)
-        elif self.talk.loosen(gradients):
+        elif self.talk.cargo is not None and self.talk.loosen(self.talk.cargo, gradients):
             finite = are_finite(gradients)
         else:
             finite = self.transfer.write(gradients)
@@ -149,7 +149,7 @@ class LiveWorker(WorkerCarrier):
         if refusal:
             rejected = wire.Rejected(self.rank, self.machine.iteration, refusal)
             self.driver.send(wire.encode(rejected))
-        absent = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
+        absent = tuple([index for index, gradient in enumerate(gradients) if gradient is None])
         self.push(absent, hyper, refusal)
 
     def check_whole(self, gradients: Sequence[Tensor | None]) -> None:
@@ -187,7 +187,7 @@ class LiveWorker(WorkerCarrier):
 
     def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...], refusal: str) -> None:
         self.stand_still()
-        if self.talk.fasten():
+        if self.talk.cargo is not None and self.talk.fasten(self.talk.cargo):
             self.transfer.write(self.pushed)
         ordered = self.ordered
         assert ordered is not None
@@ -246,7 +246,8 @@ class LiveWorker(WorkerCarrier):
             self.hear_driver()
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         self.hands.settle(counted=self.refused or not all(self.machine.dropped))
-        self.talk.let_gradient_go()
+        if self.talk.cargo is not None:
+            self.talk.cargo.loose = ()  # every server has it
         if self.stopping:
             raise Stopped
 
@@ -277,9 +278,9 @@ class LiveWorker(WorkerCarrier):
                 self.hear_driver()
                 self.trace.flush()
                 self.give_up_waiting()
-        if self.segments.in_place:
-            self.segments.look_again()
-        else:
+        if self.segments.window is not None:
+            self.segments.window.look_again()  # the server has stepped what is seen through it
+        elif not self.segments.in_place:
             self.transfer.load()
             self.changes = [tensor._version for tensor in self.model.tensors]
 
