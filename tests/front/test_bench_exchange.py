@@ -1,4 +1,4 @@
-"""`paceline bench exchange --transport tcp`: what it prints and writes, at sizes that say nothing of speed."""
+"""`paceline bench exchange`: what it prints and writes, at sizes that say nothing of speed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ import pytest
 from paceline import cli
 from paceline.bench import peers
 from paceline.bench.tcp_exchange import loopback_bandwidth
+
+
+def test_the_exchange_through_shared_memory(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(peers, "has_ray", lambda: False)
+    path = tmp_path / "out.json"
+    small = ["--params", "30000", "--workers", "2", "--rounds", "1"]
+    assert cli.run(["bench", "exchange", *small, "--json", str(path)]) == 0
+    asp, bsp = json.loads(path.read_text())["rows"]
+    assert [(row["mode"], row["unit"], set(row["peers"])) for row in (asp, bsp)] == [
+        ("asp", "pushes/s", {"torch_rpc"}),
+        ("bsp", "ms", {"ddp"}),
+    ]
+    assert asp["ratio"] == pytest.approx(asp["paceline"] / asp["peers"]["torch_rpc"])
+    assert bsp["ratio"] == pytest.approx(bsp["peers"]["ddp"] / bsp["paceline"])
+    assert asp["unlocked"] > 0
+    assert bsp["unlocked"] is None
+    for row in (asp, bsp):
+        assert row["shared_floats"] == pytest.approx(4, abs=0.1), "workers + 2"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "torch RPC at 3e+04 without a lock, mixing versions: " in printed
 
 
 def test_the_exchange_over_tcp(tmp_path, capsys, monkeypatch) -> None:

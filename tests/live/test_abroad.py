@@ -29,7 +29,7 @@ from paceline.run import Run
 from paceline.runtime.live import wire
 from paceline.runtime.live.across import abroad as across_hosts
 from paceline.runtime.live.across import doors
-from paceline.runtime.live.across.abroad import FarShard
+from paceline.runtime.live.across.abroad import Cargo, FarShard
 from paceline.runtime.live.across.sealing import seal
 from paceline.runtime.live.configuration import Abroad, Door
 from paceline.runtime.live.driver.children import function_starter
@@ -323,8 +323,8 @@ def loosely(work: Callable[[], object], loosened: int) -> Callable[[], None]:
         goes: list[bool] = []
         loosen = Talk.loosen
 
-        def loosen_and_tell(talk: Talk, gradients: Sequence[torch.Tensor | None]) -> bool:
-            goes.append(loosen(talk, gradients))
+        def loosen_and_tell(talk: Talk, cargo: Cargo, gradients: Sequence[torch.Tensor | None]) -> bool:
+            goes.append(loosen(talk, cargo, gradients))
             return goes[-1]
 
         across_hosts.WORTH_IT, Talk.loosen = 0, loosen_and_tell

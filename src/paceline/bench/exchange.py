@@ -45,6 +45,8 @@ class Row:
     peers: dict[str, float]
     ratio: float
     floor: float
+    unlocked: float | None
+    """torch RPC without a lock, which mixes versions: it is no peer."""
     shared_floats: float | None
     """Floats in /dev/shm and in the server, over `params`: at most workers + 2 (SGD has no state); None over TCP."""
 
@@ -68,12 +70,15 @@ def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, A
     ours: list[float] = []
     shared: list[float] = []
     theirs: dict[str, list[float]] = {}
+    torn: list[float] = []
     for number in range(rounds):
         rate, floats = measure_paceline(mode, workers, options)
         ours.append(rate if mode == "asp" else 1000 * workers / rate)
         shared.append(floats)
         for name, value in _measure_peers(mode, workers, options).items():
             theirs.setdefault(name, []).append(value)
+        if mode == "asp":
+            torn.append(sum(peers.measure("rpc_unlocked", workers + 1, options)))
         latest = ", ".join(f"{name} {values[-1]:.4g}" for name, values in theirs.items())
         say(f"{mode} {params:.0e} round {number + 1}/{rounds}: paceline {ours[-1]:.4g}, {latest}")
     medians = {name: statistics.median(values) for name, values in theirs.items()}
@@ -82,7 +87,10 @@ def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, A
     ratio = value / max(medians.values()) if faster else min(medians.values()) / value
     unit = "pushes/s" if faster else "ms"
     floor = _floor(mode, params, workers)
-    return Row(mode, params, workers, "shm", "float32", False, value, unit, medians, ratio, floor, max(shared))
+    unlocked = statistics.median(torn) if torn else None
+    return Row(
+        mode, params, workers, "shm", "float32", False, value, unit, medians, ratio, floor, unlocked, max(shared)
+    )
 
 
 def _measure_peers(mode: str, workers: int, options: dict[str, Any]) -> dict[str, float]:
@@ -120,6 +128,16 @@ def measure_paceline(
     rates = [point.loss for point in run.history if point.loss is not None]
     held = [point.accuracy for point in run.history if point.accuracy is not None]
     return sum(rates), max(held)
+
+
+def without_a_lock(rows: list[Row]) -> list[str]:
+    """What torch RPC does if its answers may be of two versions at once, in words: a line for each size."""
+    return [
+        f"torch RPC at {row.params:.0e} without a lock, mixing versions: {row.unlocked:.4g} pushes/s "
+        f"(paceline {row.paceline / row.unlocked:.2f}x)"
+        for row in rows
+        if row.unlocked is not None
+    ]
 
 
 def held_in(folder: Path) -> int:

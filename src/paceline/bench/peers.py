@@ -9,8 +9,12 @@
 A peer's worker is a function of (rank, size, store, options) that returns plain numbers; `measure` runs it in
 `size` processes. It gets what favours it: no framework around the exchange, no look for NaN, and everything warm. All
 end an exchange with the parameters in the worker's model. What torch RPC delivers is the worker's own memory, which
-becomes the model's (two versions may be mixed in it: the server goes on stepping while it sends); what Ray delivers may
+becomes the model's; what Ray delivers may
 only be read, so as in Ray's own example it is copied.
+
+All hand out parameters of one version. Ray's server does one thing at a time; torch RPC's has threads, so it steps and
+copies under a lock. Without that it is faster, and sends what other threads are changing (`rpc_unlocked`, measured
+beside it; `benchmarks/rpc_tears.py` counts how often two versions are mixed).
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,14 +126,20 @@ class _Parameters:
     """The server's state in the RPC peer; it lives in rank 0's process."""
 
     values: torch.Tensor
+    lock = threading.Lock()
 
 
 def _push_pull(gradient: torch.Tensor) -> torch.Tensor:
+    with _Parameters.lock:
+        return _push_pull_unlocked(gradient).clone()
+
+
+def _push_pull_unlocked(gradient: torch.Tensor) -> torch.Tensor:
     return _Parameters.values.add_(gradient, alpha=-0.1)
 
 
-def exchange_rpc(rank: int, size: int, store: str, options: Options) -> float:
-    """Pushes a second of one worker (rank 0 is the server)."""
+def exchange_rpc(rank: int, size: int, store: str, options: Options, push_pull: Any = _push_pull) -> float:
+    """Pushes a second of one worker (rank 0 is the server); with `look`, the share of answers that mix versions."""
     import torch.distributed.rpc as rpc
 
     transports, channels = (["uv"], ["basic"]) if options["transport"] == "tcp" else (None, None)
@@ -142,12 +154,19 @@ def exchange_rpc(rank: int, size: int, store: str, options: Options) -> float:
 
         def iterate(count: int) -> None:
             for _ in range(count):
-                parameter.data = rpc.rpc_sync("node0", _push_pull, args=(gradient,))
+                parameter.data = rpc.rpc_sync("node0", push_pull, args=(gradient,))
 
         iterate(options["warm"])
-        began = time.perf_counter()
-        iterate(options["count"])
-        rate = options["count"] / (time.perf_counter() - began)
+        if options.get("look"):
+            mixed = 0
+            for _ in range(options["count"]):
+                iterate(1)
+                mixed += bool(parameter.min() != parameter.max())
+            rate = mixed / options["count"]
+        else:
+            began = time.perf_counter()
+            iterate(options["count"])
+            rate = options["count"] / (time.perf_counter() - began)
     rpc.shutdown()
     return rate
 
@@ -274,7 +293,13 @@ def _average(tensors: list[torch.Tensor], stop: torch.Tensor, size: int) -> None
         start += tensor.numel()
 
 
-WORKERS: dict[str, Worker] = {"ring": exchange_ring, "ddp": exchange_ddp, "rpc": exchange_rpc, "straggler": straggler}
+WORKERS: dict[str, Worker] = {
+    "ring": exchange_ring,
+    "ddp": exchange_ddp,
+    "rpc": exchange_rpc,
+    "rpc_unlocked": partial(exchange_rpc, push_pull=_push_pull_unlocked),
+    "straggler": straggler,
+}
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def _rows(params: int, workers: int, rounds: int, options: dict[str, Any], say: 
         value = statistics.median(ours[wire, keys])
         floor = bandwidth / (2 * ITEMSIZE[wire] * params)
         rows.append(
-            Row("asp", params, workers, "tcp", wire, keys, value, "pushes/s", medians, value / best, floor, None)
+            Row("asp", params, workers, "tcp", wire, keys, value, "pushes/s", medians, value / best, floor, None, None)
         )
     return rows
 

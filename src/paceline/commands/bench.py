@@ -48,7 +48,7 @@ class BenchExchange:
         over = exchange if self.transport == "shm" else tcp_exchange
         rows = over.run(list(self.params), self.workers, self.rounds, _say)
         console.print(self._table(rows))
-        for line in tcp_exchange.cost_of_keys(rows):
+        for line in (*tcp_exchange.cost_of_keys(rows), *exchange.without_a_lock(rows)):
             _say(line)
         if self.json is not None:
             data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)

@@ -1,0 +1,30 @@
+"""How often a torch RPC parameter server hands out two versions in one answer, with and without a lock.
+
+    python benchmarks/rpc_tears.py --params 1000000
+
+All gradients are equal everywhere, so all parameters of a version are the same number: an answer with two numbers in it
+is of two versions. `paceline bench exchange` compares with the server that has the lock, and prints the other's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.bench import peers
+
+WORKERS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=1e6)
+    parser.add_argument("--answers", type=int, default=200, help="of each worker")
+    options = parser.parse_args()
+    wanted = {"params": int(options.params), "warm": 20, "count": options.answers, "transport": "shm", "look": True}
+    for name, server in (("without a lock", "rpc_unlocked"), ("with a lock", "rpc")):
+        shares = peers.measure(server, WORKERS + 1, wanted)[1:]
+        print(f"{name}: {sum(shares) / WORKERS:.1%} of {WORKERS * options.answers} answers mix versions")
+
+
+if __name__ == "__main__":
+    main()
