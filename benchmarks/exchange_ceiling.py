@@ -6,7 +6,8 @@ With (workers + 2) x P floats of memory a push takes four passes: the worker cop
 looks whether it is finite, the server steps on it and writes the new parameters back into the segment. Here one
 process does nothing but the first two, over the segments of four workers in turn, and another nothing but the last two,
 in the pieces and with the calls that paceline uses; each has a core. There are no messages, no machines, no waiting.
-Two cores that share all the work of a push cannot do more pushes a second than two over the sum of both times.
+Two cores that share all the work of a push cannot do more pushes a second than two over the sum of both times; a server
+that steps on several pushes at once (`server/together.py`) can do a little more.
 
 With `--mode bsp`, two processes share the passes of one iteration of four workers: each copies and looks at two
 gradients, then steps one half of the parameters on their mean and writes them back into the four segments; they wait
@@ -142,7 +143,7 @@ def main() -> None:
     if options.mode == "turns":
         take_turns(int(options.params), options.seconds)
         return
-    segments = [shared(int(options.params)) for _ in range(WORKERS)]
+    segments = list(shared(WORKERS * int(options.params)).split(int(options.params)))  # side by side, as on a rack
     if options.mode == "bsp":
         count = max(20, int(2e8 * options.seconds / options.params))
         back, one = (1000 * iterate(segments, one_vector, count) for one_vector in (False, True))
