@@ -77,7 +77,7 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
             copy_and_look(gradient, segment)
         mine.send(b".")
         mine.recv(1)
-        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces)
+        optimizer.apply(pieces, 1.0, (), () if one_vector else pieces, spoil=True)
         mine.send(b".")
         mine.recv(1)
     took = (time.perf_counter() - began) / iterations
@@ -143,7 +143,7 @@ def main() -> None:
     if options.mode == "turns":
         take_turns(int(options.params), options.seconds)
         return
-    segments = list(shared(WORKERS * int(options.params)).split(int(options.params)))  # side by side, as on a rack
+    segments = [shared(int(options.params)) for _ in range(WORKERS)]
     if options.mode == "bsp":
         count = max(20, int(2e8 * options.seconds / options.params))
         back, one = (1000 * iterate(segments, one_vector, count) for one_vector in (False, True))

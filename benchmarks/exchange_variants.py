@@ -1,14 +1,14 @@
 """What each part of the exchange through shared memory is worth: with it and without it, in turn, in one run.
 
     python benchmarks/exchange_variants.py --mode asp --params 1e6 --rounds 7 now awake
-    python benchmarks/exchange_variants.py --mode bsp --params 1e6 now own sums
+    python benchmarks/exchange_variants.py --mode bsp --params 1e6 now own scratch
     python benchmarks/exchange_variants.py --mode asp --params 1e7 now each
     python benchmarks/exchange_variants.py --mode bsp --params 1e7 threads=1 threads=4 threads=16
 
     now         as it is
     awake       workers that are woken take the core at once (no SCHED_BATCH)
     own         under BSP too everybody has a segment of their own, and the server writes to all of them
-    sums        the mean is made by adding up one gradient after another
+    scratch     gradients are summed in memory of its own
     each        pushes that have come together are stepped on one by one
     threads=N   the server steps with N threads, whatever the machine has
 
@@ -29,21 +29,21 @@ from paceline.runtime.live.configuration import Abroad
 from paceline.runtime.live.server.together import Together
 from paceline.runtime.live.worker import joining
 from paceline.tensors import optimizers
-from paceline.tensors.columns import Columns
-from paceline.tensors.optimizers import Threads
+from paceline.tensors.optimizers import SliceOptimizer, Threads
 
 
 @contextmanager
 def changed(variant: str) -> Iterator[None]:
     """Servers and workers are forks of this process: what is changed here is changed there."""
+    apply = SliceOptimizer.apply
     name, _, number = variant.partition("=")
     with mock.patch.object(optimizers, "MOST_THREADS", 1 << 10 if number else optimizers.MOST_THREADS):
         if name == "awake":
             change = mock.patch.object(joining, "give_way", return_value=None)
         elif name == "own":
             change = mock.patch.object(BSP, "in_step", False)
-        elif name == "sums":
-            change = mock.patch.object(Columns, "of", return_value=None)
+        elif name == "scratch":
+            change = mock.patch.object(SliceOptimizer, "apply", lambda *arguments, **_: apply(*arguments[:5]))
         elif name == "each":
             change = mock.patch.object(Together, "put_off", return_value=False)
         elif name == "threads":

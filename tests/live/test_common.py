@@ -30,7 +30,6 @@ from paceline.runtime.live.server.durable import Durable
 from paceline.runtime.live.worker.segments import Segments
 from paceline.runtime.live.worker.window import Window
 from paceline.tensors.layout import Layout, layout_of
-from paceline.tensors.steppers import SGDStepper
 from tests.reference import largest_difference, train_alone
 
 SHARED, OWN = 1.0, 0.0
@@ -312,19 +311,3 @@ def test_who_had_no_page_fault_has_written_nothing(tmp_path: Path, monkeypatch) 
         common.fill_(count)
         window.look_again()
         assert window.vector.eq(count).all()
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_mean_is_one_product(servers: int, overlap: bool, tmp_path: Path, monkeypatch) -> None:
-    stepped = SGDStepper.step_on_columns
-    seen = tmp_path / "seen"
-
-    def note(self: SGDStepper, gradients: torch.Tensor, ones: torch.Tensor, weight: float) -> bool:
-        with seen.open("a") as file:
-            file.write(f"{len(ones)}\n")
-        return stepped(self, gradients, ones, weight)
-
-    monkeypatch.setattr(SGDStepper, "step_on_columns", note)
-    driver_of(steps(5, overlap=overlap), members=Members(3, servers)).run()
-    assert seen.read_text().split().count("3") >= 5

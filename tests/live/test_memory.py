@@ -16,8 +16,6 @@ from paceline.core.trace import Record
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory
 from paceline.runtime.live.recording import HELD, TraceFile
-from paceline.runtime.live.server.rack import Rack
-from paceline.tensors.columns import side_by_side
 from paceline.tensors.layout import Entry, Layout
 
 LAYOUT = Layout((Entry("p", (1000,), 0),), "float32")
@@ -115,48 +113,6 @@ def test_a_trace_that_finds_no_room_ends_and_says_so_once(tmp_path: Path, capfd)
     assert capfd.readouterr().err.splitlines() == [
         "worker-3.0: its trace ends here, the training goes on: No space left on device"
     ]
-
-
-def mapped(folder: Path) -> list[str]:
-    """The files of this folder that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted(Path(line.split()[5]).name for line in lines if str(folder) in line)
-
-
-def test_a_server_maps_segments_side_by_side_and_lets_them_go(tmp_path: Path) -> None:
-    rack = Rack(3, LAYOUT)
-    theirs = {}
-    for rank, incarnation in ((0, 0), (1, 0), (2, 0), (1, 1), (3, 0)):
-        segment = memory.create(memory.segment_path(tmp_path, rank, incarnation), LAYOUT)
-        theirs[rank, incarnation] = segment.fill_(10 * rank + incarnation).clone()
-        del segment
-
-    def attach(rank: int, incarnation: int) -> torch.Tensor:
-        return rack.attach(memory.segment_path(tmp_path, rank, incarnation), rank, incarnation)
-
-    ours = {key: attach(*key) for key in theirs}
-    for key, values in theirs.items():
-        assert torch.equal(ours[key], values)
-    assert side_by_side([[ours[rank, 0]] for rank in range(3)]) is not None
-    assert side_by_side([[ours[0, 0]], [ours[1, 1]]]) is None, "its place was taken"
-    assert side_by_side([[ours[2, 0]], [ours[3, 0]]]) is None, "there is no place for it"
-    ours[1, 0].fill_(5.0)
-    assert memory.attach(memory.segment_path(tmp_path, 1, 0), LAYOUT).eq(5.0).all()
-
-    rack.clear(1, 1)  # it has no place to clear
-    assert ours.pop((1, 0)).eq(5.0).all()
-    rack.clear(1, 0)
-    del ours[1, 1]
-    assert mapped(tmp_path) == ["worker-0.0", "worker-2.0", "worker-3.0"]
-    ours[1, 1] = attach(1, 1)
-    assert side_by_side([[ours[0, 0]], [ours[1, 1]], [ours[2, 0]]]) is not None
-    assert ours[1, 1].eq(11.0).all()
-    rack.clear(0, 0)
-    with pytest.raises(FileNotFoundError):
-        attach(0, 7)
-    ours.clear()
-    rack = Rack(0, LAYOUT)
-    assert mapped(tmp_path) == []
 
 
 SCRIPT = """

@@ -5,18 +5,26 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import paceline
 from paceline import policies, session
-from paceline.core.messages import Members
+from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
+from paceline.runtime.live import memory, wire
+from paceline.runtime.live.configuration import LiveConfig
 from paceline.runtime.live.driver.children import function_starter
 from paceline.runtime.live.driver.launch import Driver, LivePlan
 from paceline.runtime.live.driver.watching import Care
 from paceline.runtime.live.server import together
+from paceline.runtime.live.server.server import LiveServer
 from paceline.runtime.live.server.together import Together
-from paceline.tensors.optimizers import SliceOptimizer
+from paceline.runtime.live.sockets import Listener
+from paceline.tensors import assignment, optimizers
+from paceline.tensors.layout import layout_of
+from paceline.tensors.optimizers import Hyper, SliceOptimizer
 
 WORKERS, STEPS = 4, 30
 
@@ -74,3 +82,85 @@ def test_with_momentum_each_is_taken_by_itself(tmp_path: Path, monkeypatch) -> N
     values, seen = run("asp", tmp_path, monkeypatch, momentum=0.9)
     assert not seen
     assert values.lt(-STEPS * 0.5).all()
+
+
+def server_in(folder: Path, policy: str, workers: int) -> LiveServer:
+    """A server as its driver and its workers would have it, without any of them."""
+    output = folder / "output"
+    output.mkdir()
+    config = LiveConfig(Members(workers, 2), 0, None, str(output), "eps")
+    (folder / "config").write_bytes(msgspec.json.encode(config))
+    layout = layout_of([("w", torch.zeros(2000), 0)])
+    memory.create(folder / memory.WHOLE, layout).zero_()
+    segments = [memory.create(memory.segment_path(folder, rank, 0), layout) for rank in range(workers)]
+    server = LiveServer(folder, 0, 0)
+    halves = assignment.initial(layout, 2)
+    spec = optimizers.parse("sgd:lr=1")
+    server.obey(wire.Configure(policy, layout, halves, spec, time.monotonic(), None, None, None))
+    server.obey(wire.NewView(View(1, tuple((rank, 0) for rank in range(workers)))))
+    for rank in range(workers):
+        server.take(b"%d:0" % rank, wire.encode(wire.Exchange((Pull(rank, 0, 0),), None, (), "")))
+    for segment in segments:
+        segment.fill_(1.0)
+    return server
+
+
+def part_of(server: LiveServer, whole: torch.Tensor) -> torch.Tensor:
+    return torch.cat([whole[start:stop] for start, stop in server.holding.part])
+
+
+def end(server: LiveServer, driver: Listener) -> None:
+    server.trace.close()
+    for each in (server.driver, server.listener, server.waiter, driver):
+        each.close()
+
+
+def pushed(rank: int, hyper: tuple[Hyper, ...] | None = None) -> tuple[bytes, bytes]:
+    messages = (Push(Handle(rank, 0, 0, 0, 4000)), Pull(rank, 0, 1))
+    return b"%d:0" % rank, wire.encode(wire.Exchange(messages, hyper, (), ""))
+
+
+@pytest.mark.parametrize("order", ["hyper", "checkpoint", "finish"])
+def test_what_the_driver_orders_finds_every_step_taken(order: str, tmp_path: Path, monkeypatch) -> None:
+    """Two of three workers die; the third's gradient is the mean, while messages of the dead still wait."""
+    monkeypatch.setattr(together, "WORTH_IT", 0)
+    driver = Listener(tmp_path / "driver")
+    server = server_in(tmp_path, "bsp", 3)
+    slower = ({**optimizers.parse("sgd:lr=1").groups[0], "lr": 0.125},) if order == "hyper" else None
+    server.take(*pushed(1, slower))
+    server.listener.inbox.append(pushed(2))
+    server.obey(wire.NewView(View(2, ((1, 0),))))
+    if order == "checkpoint":
+        server.obey(wire.Checkpoint(str(tmp_path)))
+        (saved,) = tmp_path.glob("*.safetensors")
+        assert any(tensor.eq(-1.0).all() for tensor in load_file(saved).values())
+    elif order == "finish":
+        server.obey(wire.Finish())
+        assert part_of(server, memory.attach(tmp_path / memory.WHOLE, server.holding.layout)).eq(-1.0).all()
+    server.together.take_messages()
+    assert server.holding.optimizer.values.eq(-1.0).all(), "at the rate there was when it was taken"
+    end(server, driver)
+
+
+def test_answers_go_out_in_order_once_their_steps_are_taken(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(together, "WORTH_IT", 0)
+    driver = Listener(tmp_path / "driver")
+    server = server_in(tmp_path, "asp", 6)
+    segments = [memory.attach(memory.segment_path(tmp_path, rank, 0), server.holding.layout) for rank in range(6)]
+    answers: list[tuple[bytes, int, float]] = []
+
+    def answered(peer: bytes, message: bytes) -> bool:
+        parameters = wire.decode_from_shard(message)
+        assert isinstance(parameters, Parameters)
+        answers.append((peer, parameters.version, part_of(server, segments[int(peer[:1])])[0].item()))
+        return True
+
+    monkeypatch.setattr(server.listener, "send", answered)
+    server.listener.inbox.extend(pushed(rank) for rank in range(6))
+    server.together.take_messages()
+    assert answers == [(b"%d:0" % rank, rank + 1, pytest.approx(-(rank + 1) / 6)) for rank in range(6)]
+    for rank, segment in enumerate(segments):
+        assert part_of(server, segment).sub((rank + 1) / -6).abs().max() < 1e-6
+        assert segment.eq(1.0).sum() == 2000 - len(part_of(server, segment)), "the other server's part"
+    assert not server.together.steps
+    end(server, driver)

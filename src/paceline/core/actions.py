@@ -1,6 +1,7 @@
 """Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
 
-`Apply`, `Reduce`, `Drop`, `Answer` and `Park` are done before the machine's next event and have no completion.
+`Apply`, `Reduce`, `Drop`, `Answer` and `Park` are done before the machine's next event, or so that nobody can tell, and
+have no completion.
 `Compute` ends in exactly one `GradientReady` (of a peer, perhaps `GradientRejected`) or, if `AbortCompute` came in
 time, `ComputeAborted`; `SetTimer` in one `TimerFired` while its machine lives. Each handle that arrives is consumed
 exactly once, by `Apply`, `Reduce` or `Drop`.

@@ -21,7 +21,6 @@ from torch import Tensor
 from paceline.core import spec
 from paceline.errors import ConfigError
 from paceline.tensors import kinds, schedules
-from paceline.tensors.columns import Columns
 from paceline.tensors.kinds import KINDS
 from paceline.tensors.layout import Layout, Part, layout_of
 from paceline.tensors.steppers import (
@@ -229,7 +228,7 @@ class Threads(NamedTuple):
     mean: int
     """On the mean of several gradients: those who sent them wait for it, so their cores are free."""
     single: int
-    """On one gradient: the others compute."""
+    """On one gradient after another: others compute."""
 
     @classmethod
     def of(cls, servers: int, workers: int) -> Threads:
@@ -280,7 +279,6 @@ class SliceOptimizer:
         self.threads = threads.for_elements(len(values))
         most = max(self.threads)
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in range(most)]
-        self.columns = Columns()
         self.takes_several = self._is_plain()
         """Whether `apply_each` can be used."""
         self.pool = ThreadPoolExecutor(most - 1) if most > 1 else None
@@ -314,19 +312,19 @@ class SliceOptimizer:
         weight: float,
         absent: Sequence[frozenset[int]] = (),
         targets: Sequence[Sequence[Tensor]] = (),
+        spoil: bool = False,
     ) -> None:
         """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
         as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
-        be among them), each piece while it is still in the cache.
+        be among them), each piece while it is still in the cache. With `spoil`, the first gradient may be written over:
+        the sum of several then needs no memory of its own.
         """
         count = len(gradients)
         self.pace.advance(count)
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
-        columns = self.columns.of(gradients) if count > 1 else None
-        ones = self.columns.ones
 
         def step(index: int, scratch: Tensor) -> None:
             stepper = self.steppers[index]
@@ -334,20 +332,19 @@ class SliceOptimizer:
                 pass
             elif count == 1:
                 stepper.step(gradients[0][index], weight)
-            elif columns is None:
-                stepper.step(add_up([gradient[index] for gradient in gradients], scratch), weight, count)
-            elif not stepper.step_on_columns(columns[index], ones, weight):
-                total = torch.mv(columns[index], ones, out=scratch[: len(columns[index])])
-                stepper.step(total, weight, count)
+            else:
+                pieces = [gradient[index] for gradient in gradients]
+                stepper.step(add_up(pieces, pieces[0] if spoil else scratch), weight, count)
             for target in targets:
                 target[index].copy_(stepper.values)
 
         self._for_each_piece(step, self.threads.mean if count > 1 else self.threads.single)
 
-    def apply_each(self, gradients: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
+    def apply_each(self, gradients: Sequence[Sequence[Tensor]], weights: Sequence[float], all_wait: bool) -> None:
         """As `apply` on one gradient after the other, each its own target, but in one pass through memory.
 
-        What comes out is the same to the last bit: only that a piece is stepped on all gradients before the next is.
+        What comes out is the same to the last bit: only that a piece is stepped on all gradients before the next is. If
+        `all_wait`, no worker computes meanwhile.
         """
         factors = []
         for _ in gradients:
@@ -359,7 +356,7 @@ class SliceOptimizer:
             assert isinstance(stepper, SGDStepper)
             stepper.step_on_each([gradient[index] for gradient in gradients], weights, factors)
 
-        self._for_each_piece(step, self.threads.single)
+        self._for_each_piece(step, self.threads.mean if all_wait else self.threads.single)
 
     def _for_each_piece(self, step: Callable[[int, Tensor], None], threads: int) -> None:
         """With memory for a piece. Each thread takes the next: one woken late has less to do, and all end together."""
@@ -411,9 +408,9 @@ class SliceOptimizer:
                 )
 
 
-def add_up(pieces: Sequence[Tensor], scratch: Tensor) -> Tensor:
-    """The sum of several, in `scratch`."""
-    total = torch.add(pieces[0], pieces[1], out=scratch[: len(pieces[0])])
+def add_up(pieces: Sequence[Tensor], where: Tensor) -> Tensor:
+    """The sum of several, at the beginning of `where`."""
+    total = torch.add(pieces[0], pieces[1], out=where[: len(pieces[0])])
     for piece in pieces[2:]:
         total += piece
     return total

@@ -53,9 +53,6 @@ class Stepper(Protocol):
     def step(self, gradient: Tensor, weight: float, count: int = 1) -> None:
         """On the mean of `count` gradients, given their sum, which is the stepper's to change if they are several."""
 
-    def step_on_columns(self, gradients: Tensor, ones: Tensor, weight: float) -> bool:
-        """On the mean of the gradients that are the columns of a matrix, without their sum; False if it needs that."""
-
     def state(self) -> State: ...
 
     def load_state(self, state: State) -> None: ...
@@ -84,13 +81,6 @@ class SGDStepper:
         if hyper["momentum"]:
             gradient = self.remember(gradient, weight, hyper)
         self.values.add_(gradient, alpha=-hyper["lr"] * weight * self.pace.factor)
-
-    def step_on_columns(self, gradients: Tensor, ones: Tensor, weight: float) -> bool:
-        if not self.is_plain():
-            return False
-        rate: Any = self.hyper["lr"]
-        self.values.addmv_(gradients, ones, alpha=-rate * weight * self.pace.factor / len(ones))
-        return True
 
     def step_on_each(self, gradients: Sequence[Tensor], weights: Sequence[float], factors: Sequence[float]) -> None:
         """Plain steps on one after another, and each is written over by the values after it."""
@@ -150,9 +140,6 @@ class TorchStepper:
         if before is not None:
             self.values.copy_(before.lerp(self.values, weight))
 
-    def step_on_columns(self, gradients: Tensor, ones: Tensor, weight: float) -> bool:
-        return False
-
     def stretch(self, group: dict[str, Any], weight: float) -> None:
         for key in self.kind.stretched:
             value = group[key]
@@ -191,15 +178,6 @@ class AveragingStepper:
 
     def step(self, gradient: Tensor, weight: float, count: int = 1) -> None:
         self.inner.step(gradient, weight, count)
-        self.follow(weight)
-
-    def step_on_columns(self, gradients: Tensor, ones: Tensor, weight: float) -> bool:
-        stepped = self.inner.step_on_columns(gradients, ones, weight)
-        if stepped:
-            self.follow(weight)
-        return stepped
-
-    def follow(self, weight: float) -> None:
         self.average.lerp_(self.values, 1 - (self.decay**weight if self.stretch else self.decay))
 
 

@@ -110,7 +110,7 @@ def staging_path(folder: Path, worker: int, incarnation: int) -> Path:
 
 def create(path: Path, layout: Layout) -> Tensor:
     """A new segment that holds one flat vector."""
-    buffer = reserve(path, nbytes_of(layout))
+    buffer = reserve(path, max(layout.numel * layout.itemsize, 1))
     # The map lives as long as the tensor: torch keeps a reference to the buffer.
     return torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)
 
@@ -145,20 +145,15 @@ def attach(path: Path, layout: Layout) -> Tensor:
     """The vector in a segment that another process made."""
     descriptor = os.open(path, os.O_RDWR)
     try:
-        check_size(descriptor, layout)
-        # The map lives as long as the tensor: torch keeps a reference to the buffer.
-        mapped = mmap.mmap(descriptor, nbytes_of(layout))
+        return _map(descriptor, layout)
     finally:
         os.close(descriptor)
-    return torch.frombuffer(mapped, dtype=layout.torch_dtype, count=layout.numel)
 
 
-def check_size(descriptor: int, layout: Layout) -> None:
-    size, nbytes = os.fstat(descriptor).st_size, nbytes_of(layout)
+def _map(descriptor: int, layout: Layout) -> Tensor:
+    nbytes = max(layout.numel * layout.itemsize, 1)
+    size = os.fstat(descriptor).st_size
     if size != nbytes:
         raise PacelineError(f"a segment has {size} bytes, the layout needs {nbytes}")
-
-
-def nbytes_of(layout: Layout) -> int:
-    """Of a segment."""
-    return max(layout.numel * layout.itemsize, 1)
+    # The map lives as long as the tensor: torch keeps a reference to the buffer.
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=layout.torch_dtype, count=layout.numel)

@@ -49,14 +49,14 @@ class TraceFile:
 
     def flush(self) -> None:
         """Worth doing when there is nothing else to do. Without room the trace ends here, and the training does not."""
-        left = encode_records(self.held) if not self.full else b""
+        held, self.held = self.held, []
+        left = encode_records(held) if not self.full else b""
         try:
             while left:
                 left = left[self.file.write(left) :]
         except OSError as error:
             self.full = True
             print(f"{self.path.stem}: its trace ends here, the training goes on: {error.strerror}", file=sys.stderr)
-        self.held.clear()
         self.written_s = time.monotonic()
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from paceline.errors import PacelineError
 from paceline.runtime.live import checkpoint, memory, wire
 from paceline.runtime.live.server import moving
 from paceline.runtime.live.server.mapped import Segment
-from paceline.runtime.live.server.rack import Rack
 from paceline.runtime.live.server.replaying import Rebuilt
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges
@@ -59,9 +58,6 @@ class Holding:
             else:
                 self.unshare()
             self._hold(values, learned)
-        # A durable server adds up one after another: so it does when it reads its log again.
-        self.places = workers if order.journal is None else 0
-        self.rack = Rack(self.places, self.layout)
 
     @property
     def part(self) -> Ranges:
@@ -123,17 +119,12 @@ class Holding:
         self.assignment = order.after
         self.unshare()
         self._hold(values, learned)
-        self.rack = Rack(self.places, self.layout)
 
     def segment(self, worker: int, incarnation: int) -> Segment:
         """This part of a worker's shared memory."""
-        path = memory.segment_path(self.folder, worker, incarnation)
-        for_gradients = memory.staging_path(self.folder, worker, incarnation)
-        if for_gradients.exists():
-            whole = memory.attach(path, self.layout)
-            staging = self.rack.attach(for_gradients, worker, incarnation)
-        else:
-            whole, staging = self.rack.attach(path, worker, incarnation), None
+        whole = memory.attach(memory.segment_path(self.folder, worker, incarnation), self.layout)
+        path = memory.staging_path(self.folder, worker, incarnation)
+        staging = memory.attach(path, self.layout) if path.exists() else None
         segment = Segment(whole, staging, self.part, self.optimizer)
         segment.shows_servers = self.common
         return segment

@@ -106,9 +106,8 @@ class LiveServer(ServerCarrier):
             # Views first: somebody may be waiting for the dead.
             while self.driver in ready and (order := self.driver.receive()) is not None:
                 self.obey(wire.decode_to_server(order))
-            while self.listener in ready and (received := self.listener.receive()) is not None:
-                self.take(*received)
-            self.together.catch_up()
+            if self.listener in ready:
+                self.together.take_messages()
             if self.receiving is not None:
                 if self.receiving.listener in ready:
                     self.receiving.hear()
@@ -349,7 +348,8 @@ class LiveServer(ServerCarrier):
                 absent.append(used[-1].absent)
         # The gradients are used up, and the segments are ours until we answer: the new values may go there at once.
         targets = [segment.pieces for segment in used if not segment.shows_servers]
-        self.holding.optimizer.apply(gradients, action.weight, absent, targets)
+        own = bool(used) and gradients[0] is used[0].pieces
+        self.holding.optimizer.apply(gradients, action.weight, absent, targets, spoil=own)
         for segment in used:
             segment.holds = action.version
         self.note(action)
@@ -369,7 +369,6 @@ class LiveServer(ServerCarrier):
         held = {(handle.source, handle.incarnation) for handle in self.machine.held_handles()}
         for sender in self.segments.keys() - self.alive - held:
             del self.segments[sender]
-            self.holding.rack.clear(*sender)
 
     def keep_held(self, segment: Segment, worker: int, incarnation: int) -> None:
         """A policy lets a worker go on whose gradient waits for its iteration's mean: keep a copy of it."""

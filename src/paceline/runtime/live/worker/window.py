@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.runtime.live import memory
 from paceline.tensors.layout import Layout
 
 PAGE = mmap.PAGESIZE
@@ -29,7 +28,7 @@ SWAPPED = 1 << 62
 
 class Window:
     def __init__(self, path: Path, layout: Layout) -> None:
-        nbytes = memory.nbytes_of(layout)
+        nbytes = max(layout.numel * layout.itemsize, 1)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self.map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE)
@@ -40,7 +39,7 @@ class Window:
         self.buffer = bytearray(8 * -(-nbytes // PAGE))
         self.entries = torch.frombuffer(self.buffer, dtype=torch.int64)
         self.faults = 0
-        """How many page faults this process had had when it was last found that nothing was written."""
+        """How many page faults this process had had when it looked last; 0: not known."""
         try:
             self.pagemap: int | None = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -49,7 +48,7 @@ class Window:
     def look_again(self) -> None:
         """See what the server has written, whatever was written here."""
         faults = page_faults()
-        if faults != self.faults:
+        if faults != self.faults or not faults:
             self.faults = faults
             if self.written():
                 self.map.madvise(mmap.MADV_DONTNEED)
@@ -69,6 +68,6 @@ class Window:
 
 
 def page_faults() -> int:
-    """How many this process has had, in all its threads."""
+    """How many this process has had, in all its threads; 0 where nobody counts them."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_minflt + used.ru_majflt
