@@ -10,6 +10,7 @@
     own         under BSP too everybody has a segment of their own, and the server writes to all of them
     scratch     gradients are summed in memory of its own
     each        pushes that have come together are stepped on one by one
+    together    they are stepped on in one pass, however small the model
     threads=N   the server steps with N threads, whatever the machine has
 
 `paceline bench exchange` has the figures beside DDP's, torch RPC's and Ray's.
@@ -26,6 +27,7 @@ from unittest import mock
 from paceline.bench import exchange
 from paceline.policies import BSP
 from paceline.runtime.live.configuration import Abroad
+from paceline.runtime.live.server import together
 from paceline.runtime.live.server.together import Together
 from paceline.runtime.live.worker import joining
 from paceline.tensors import optimizers
@@ -44,6 +46,8 @@ def changed(variant: str) -> Iterator[None]:
             change = mock.patch.object(BSP, "in_step", False)
         elif name == "scratch":
             change = mock.patch.object(SliceOptimizer, "apply", lambda *arguments, **_: apply(*arguments[:5]))
+        elif name == "together":
+            change = mock.patch.object(together, "WORTH_IT", 0)
         elif name == "each":
             change = mock.patch.object(Together, "put_off", return_value=False)
         elif name == "threads":

@@ -13,8 +13,8 @@ becomes the model's; what Ray delivers may
 only be read, so as in Ray's own example it is copied.
 
 All hand out parameters of one version. Ray's server does one thing at a time; torch RPC's has threads, so it steps and
-copies under a lock. Without that it is faster, and sends what other threads are changing (`rpc_unlocked`, measured
-beside it; `benchmarks/rpc_tears.py` counts how often two versions are mixed).
+copies under a lock. Without that it is faster, sends what other threads are changing, and loses parts of gradients
+(`rpc_unlocked`, measured beside it; `benchmarks/rpc_tears.py` counts what comes of it).
 """
 
 from __future__ import annotations

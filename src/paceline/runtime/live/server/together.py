@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MOST = 4
 """Steps taken together."""
-WORTH_IT = 1 << 19
-"""Parameters at least: fewer are in the cache anyway."""
+WORTH_IT = 1 << 21
+"""Parameters at least: with a million nothing was gained, they are in the cache anyway."""
 
 
 class Together:
