@@ -229,7 +229,7 @@ def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: s
         copies = [gradient.clone() for gradient in gradients]
         pieces = [ours.cut(copy) for copy in copies]
         if together:
-            ours.apply_each(pieces, weights, all_wait=False)
+            ours.apply_each(pieces, weights)
         else:
             for each, weight in zip(pieces, weights, strict=True):
                 ours.apply([each], weight, targets=[each])

@@ -9,8 +9,7 @@
 A peer's worker is a function of (rank, size, store, options) that returns plain numbers; `measure` runs it in
 `size` processes. It gets what favours it: no framework around the exchange, no look for NaN, and everything warm. All
 end an exchange with the parameters in the worker's model. What torch RPC delivers is the worker's own memory, which
-becomes the model's; what Ray delivers may
-only be read, so as in Ray's own example it is copied.
+becomes the model's; what Ray delivers may only be read, so as in Ray's own example it is copied.
 
 All hand out parameters of one version. Ray's server does one thing at a time; torch RPC's has threads, so it steps and
 copies under a lock. Without that it is faster, sends what other threads are changing, and loses parts of gradients

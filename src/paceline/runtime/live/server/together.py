@@ -89,8 +89,7 @@ class Together:
         steps, self.steps = self.steps, []
         answers, self.answers = self.answers, []
         gradients, weights = [segment.gradient for _, segment in steps], [step.weight for step, _ in steps]
-        all_wait = len(steps) == len(self.server.alive)
-        self.server.holding.optimizer.apply_each(gradients, weights, all_wait)
+        self.server.holding.optimizer.apply_each(gradients, weights)
         for step, segment in steps:
             segment.holds = step.version
             self.server.note(step)
