@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 import torch
 
 import paceline
-from paceline.runtime.live.process import give_way
+from paceline.runtime.live.process import give_way, others_run
 
 
 def after(asking: Callable[[], object]) -> int:
@@ -46,3 +51,19 @@ def test_the_workers_of_a_run_ask_for_it() -> None:
 
     run = paceline.launch(work, workers=2, policy="asp")
     assert [point.loss for point in run.history] == [os.SCHED_BATCH] * 2
+
+
+def test_somebody_who_computes_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        until = time.monotonic() + 30
+        while not others_run():
+            assert time.monotonic() < until
+        other.kill()
+
+
+@pytest.mark.parametrize(
+    ("told", "others"), [("0 0 0 1/99 7", False), ("0 0 0 2/99 7", True), ("nothing", False)]
+)
+def test_what_the_kernel_says_is_read(told: str, others: bool, monkeypatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: told)
+    assert others_run() is others

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.runtime.live.worker import cuda
-from paceline.runtime.live.worker.staging import AT_ONCE, Transfer, write_slice
+from paceline.runtime.live.worker import cuda, staging
+from paceline.runtime.live.worker.staging import AT_ONCE, Transfer, copy_and_look, write_slice
 from paceline.tensors.layout import Layout, layout_of
 from tests.live.lanes import LateLane
 
@@ -22,8 +22,9 @@ def layout_and_tensors() -> tuple[Layout, list[torch.Tensor]]:
     return layout_of((str(index), tensor, 0) for index, tensor in enumerate(tensors)), tensors
 
 
-@pytest.fixture(params=["at once", "in a lane"])
-def lanes(request) -> dict[torch.device, LateLane]:
+@pytest.fixture(params=["at once", "around the caches", "in a lane"])
+def lanes(request, monkeypatch) -> dict[torch.device, LateLane]:
+    monkeypatch.setattr(staging, "goes_around_caches", lambda count: request.param == "around the caches")
     return {CPU: LateLane()} if request.param == "in a lane" else {}
 
 
@@ -54,6 +55,18 @@ def test_what_is_not_finite_is_seen_anywhere(lanes, bad: float, where: int) -> N
     assert not transfer.write(gradients)
     assert transfer.write(tensors), "the next gradient is judged by itself"
     assert transfer.write([torch.full_like(tensor, 3e38) for tensor in tensors]), "large is not infinite"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_only_the_same_numbers_go_around_the_caches(dtype: torch.dtype, monkeypatch) -> None:
+    moved: list[int] = []
+    move = staging.ctypes.memmove
+    monkeypatch.setattr(staging.ctypes, "memmove", lambda *to: moved.append(to[2]) or move(*to))
+    monkeypatch.setattr(staging, "goes_around_caches", lambda count: count >= 4 * AT_ONCE)
+    gradient, view = torch.randn(2 * AT_ONCE + 5), torch.zeros(2 * AT_ONCE + 5, dtype=dtype)
+    assert copy_and_look(gradient, view)
+    assert torch.equal(view, gradient.to(dtype))
+    assert moved == ([4 * AT_ONCE, 4 * AT_ONCE, 20] if dtype == torch.float32 else [])
 
 
 def test_a_tensor_that_lost_its_gradient_is_judged_no_more(lanes) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,7 +23,7 @@ from paceline.runtime.live.driver.watching import Care
 from paceline.runtime.live.server import together
 from paceline.runtime.live.server.server import LiveServer
 from paceline.runtime.live.server.together import Together
-from paceline.runtime.live.sockets import Listener
+from paceline.runtime.live.sockets import Link, Listener, server_path
 from paceline.tensors import assignment, optimizers
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import Hyper, SliceOptimizer
@@ -29,11 +31,14 @@ from paceline.tensors.optimizers import Hyper, SliceOptimizer
 WORKERS, STEPS = 4, 30
 
 
-def run(policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **sgd: float) -> tuple[torch.Tensor, list[int]]:
+def run(
+    policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, others: bool = False, **sgd: float
+) -> tuple[torch.Tensor, list[int]]:
     """Gradients are ones, and after each step a worker's model must be what its version says. How many steps were taken
     together each time; a server that is slow has several pushes waiting."""
     monkeypatch.setattr(together, "WORTH_IT", 0)
-    catch_up, apply, seen = Together.catch_up, SliceOptimizer.apply, folder / "seen"
+    monkeypatch.setattr(together, "others_run", lambda: others)
+    catch_up, apply, seen = Together.catch_up, SliceOptimizer.apply_each, folder / "seen"
     seen.write_text("")
 
     def note(self: Together) -> None:
@@ -47,7 +52,7 @@ def run(policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **sgd: float
         apply(self, *arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Together, "catch_up", note)
-    monkeypatch.setattr(SliceOptimizer, "apply", apply_slowly)
+    monkeypatch.setattr(SliceOptimizer, "apply_each", apply_slowly)
 
     def work() -> None:
         parameter = torch.nn.Parameter(torch.zeros(1000))
@@ -82,6 +87,14 @@ def test_with_momentum_each_is_taken_by_itself(tmp_path: Path, monkeypatch) -> N
     values, seen = run("asp", tmp_path, monkeypatch, momentum=0.9)
     assert not seen
     assert values.lt(-STEPS * 0.5).all()
+
+
+def test_a_crowded_server_waits_for_those_who_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(together.os, "sched_getaffinity", lambda pid: {0})
+    values, seen = run("asp", tmp_path, monkeypatch, others=True)
+    assert values.eq(-WORKERS * STEPS * 0.5 / WORKERS).all()
+    assert sum(seen) == WORKERS * STEPS
+    assert max(seen) > 1
 
 
 def server_in(folder: Path, policy: str, workers: int) -> LiveServer:
@@ -140,6 +153,78 @@ def test_what_the_driver_orders_finds_every_step_taken(order: str, tmp_path: Pat
     server.together.take_messages()
     assert server.holding.optimizer.values.eq(-1.0).all(), "at the rate there was when it was taken"
     end(server, driver)
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, monkeypatch) -> Iterator[LiveServer]:
+    """A server of four workers that would wait a long time for their pushes. One has come."""
+    monkeypatch.setattr(together, "WORTH_IT", 0)
+    monkeypatch.setattr(together, "others_run", lambda: True)
+    monkeypatch.setattr(together.os, "sched_getaffinity", lambda pid: {0})
+    driver = Listener(tmp_path / "driver")
+    server = server_in(tmp_path, "asp", 4)
+    server.listener.inbox.append(pushed(0))
+    server.together.take_messages()
+    assert server.together.patience_s > 0
+    server.together.patience_s = 20.0
+    server.listener.inbox.append(pushed(1))
+    yield server
+    end(server, driver)
+
+
+def took(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def test_it_waits_until_everybody_has_pushed(crowded: LiveServer) -> None:
+    links = [Link(server_path(crowded.folder, 0, 0), b"%d:0" % rank) for rank in (0, 2, 3)]
+
+    def push() -> None:
+        for rank, link in zip((0, 2, 3), links, strict=True):
+            time.sleep(0.03)
+            link.send(pushed(rank)[1])
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert 0.08 < took(crowded.together.let_others_run) < 10
+    assert len(crowded.listener.inbox) == 4
+    thread.join()
+    for link in links:
+        link.close()
+
+
+def test_it_waits_no_longer_than_others_run(crowded: LiveServer, monkeypatch) -> None:
+    left = iter([True, True, False])
+    monkeypatch.setattr(together, "others_run", lambda: next(left))
+    assert took(crowded.together.let_others_run) < 10
+    assert next(left, None) is None
+
+
+def test_it_waits_no_longer_than_a_pass_took(crowded: LiveServer) -> None:
+    crowded.together.patience_s = 0.05
+    assert 0.05 <= took(crowded.together.take_messages) < 10
+    assert not crowded.listener.inbox
+
+
+def test_it_does_not_keep_the_driver_waiting(crowded: LiveServer, monkeypatch) -> None:
+    monkeypatch.setattr(crowded.waiter, "wait", lambda timeout_s: [crowded.driver])
+    assert took(crowded.together.let_others_run) < 10
+
+
+def test_it_waits_for_nobody_where_steps_are_not_taken_together(crowded: LiveServer, monkeypatch) -> None:
+    monkeypatch.setattr(together, "WORTH_IT", 1 << 30)
+    crowded.together.patience_s = 0.01
+    crowded.together.take_messages()
+    assert crowded.together.patience_s == 0
+
+
+def test_it_waits_for_nobody_where_each_has_a_core(crowded: LiveServer, monkeypatch) -> None:
+    monkeypatch.setattr(together.os, "sched_getaffinity", lambda pid: set(range(6)))
+    crowded.together.patience_s = 0.01
+    crowded.together.take_messages()
+    assert crowded.together.patience_s == 0
 
 
 def test_answers_go_out_in_order_once_their_steps_are_taken(tmp_path: Path, monkeypatch) -> None:

@@ -340,10 +340,13 @@ class SliceOptimizer:
 
         self._for_each_piece(step, self.threads.mean if count > 1 else self.threads.single)
 
-    def apply_each(self, gradients: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> None:
+    def apply_each(
+        self, gradients: Sequence[Sequence[Tensor]], weights: Sequence[float], all_wait: bool = False
+    ) -> None:
         """As `apply` on one gradient after the other, each its own target, but in one pass through memory.
 
         What comes out is the same to the last bit: only that a piece is stepped on all gradients before the next is.
+        With `all_wait` nobody computes meanwhile.
         """
         factors = []
         for _ in gradients:
@@ -355,7 +358,7 @@ class SliceOptimizer:
             assert isinstance(stepper, SGDStepper)
             stepper.step_on_each([gradient[index] for gradient in gradients], weights, factors)
 
-        self._for_each_piece(step, self.threads.single)
+        self._for_each_piece(step, self.threads.mean if all_wait else self.threads.single)
 
     def _for_each_piece(self, step: Callable[[int, Tensor], None], threads: int) -> None:
         """With memory for a piece. Each thread takes the next: one woken late has less to do, and all end together."""

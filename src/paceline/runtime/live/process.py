@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from paceline import session
 from paceline.errors import ConfigError, PacelineError
@@ -48,6 +49,15 @@ def give_way(processes: int) -> None:
     if processes > len(os.sched_getaffinity(0)) and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def others_run() -> bool:
+    """Whether anybody else on this machine runs or would, now: false where the kernel does not tell."""
+    try:
+        running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+        return int(running) > 1
+    except (OSError, IndexError, ValueError):
+        return False
 
 
 def run_worker(rank: int, work: Callable[[], object]) -> int:

@@ -7,13 +7,19 @@ order, and each worker gets the values after its own. But the first of them wait
 
 Only while messages of workers are taken, one after the other, is anything put off: nothing is left when the server
 obeys the driver, or a timer, or waits. Whatever else looks at the parameters meanwhile has it caught up first.
+
+Where there are fewer cores than processes, a server that has a push and could step takes a core from a worker that
+computes. So it lets those who run go first, for as long as the last pass took at most, and finds more pushes waiting.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from typing import TYPE_CHECKING
 
 from paceline.core.actions import Answer, Apply
+from paceline.runtime.live.process import others_run
 from paceline.runtime.live.server.mapped import Segment
 
 if TYPE_CHECKING:
@@ -23,6 +29,8 @@ MOST = 4
 """Steps taken together."""
 WORTH_IT = 1 << 21
 """Parameters at least: with a million nothing was gained, they are in the cache anyway."""
+PAUSE_S = 0.0005
+"""Between two looks at whether others run."""
 
 
 class Together:
@@ -35,20 +43,32 @@ class Together:
         """To those whose steps these are."""
         self.taking = False
         """Messages of workers are being taken."""
+        self.patience_s = 0.0
+        """How long to wait for more of them: as long as the last pass took, if it could have been for more."""
 
     def take_messages(self) -> None:
         """Take what workers have said."""
+        if self.patience_s:
+            self.let_others_run()
         self.taking = True
         while (received := self.server.listener.receive()) is not None:
             self.server.take(*received)
         self.catch_up()
         self.taking = False
 
+    def let_others_run(self) -> None:
+        """Wait for more pushes while anybody computes who may send one, but no longer than is worth it."""
+        server, until = self.server, time.monotonic() + self.patience_s
+        most = min(MOST, len(server.alive))
+        while len(server.listener.inbox) < most and time.monotonic() < until and others_run():
+            if server.driver in server.waiter.wait(PAUSE_S):
+                return
+
     def put_off(self, step: Apply) -> bool:
         """Whether this step is taken later, with others."""
-        others = self.taking and (self.steps or self.server.listener.inbox)
-        segment = self.segment_of(step) if others else None
+        segment = self.segment_of(step) if self.taking else None
         if segment is None:
+            self.patience_s = 0.0
             return False
         if len(self.steps) == MOST:
             self.catch_up()
@@ -89,9 +109,12 @@ class Together:
         steps, self.steps = self.steps, []
         answers, self.answers = self.answers, []
         gradients, weights = [segment.gradient for _, segment in steps], [step.weight for step, _ in steps]
-        self.server.holding.optimizer.apply_each(gradients, weights)
+        server, began = self.server, time.monotonic()
+        server.holding.optimizer.apply_each(gradients, weights, all_wait=len(steps) == len(server.alive))
+        crowded = len(server.alive) + len(server.holding.assignment) > len(os.sched_getaffinity(0))
+        self.patience_s = time.monotonic() - began if crowded and server.config.abroad is None else 0.0
         for step, segment in steps:
             segment.holds = step.version
-            self.server.note(step)
+            server.note(step)
         for answer in answers:
-            self.server.answer(answer)
+            server.answer(answer)

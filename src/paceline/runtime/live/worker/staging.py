@@ -1,22 +1,25 @@
 """How gradients get into shared memory and parameters out of it, wherever the model is.
 
 On the CPU a gradient is copied by the thread that calls, which looks for NaN and Inf at each part while it is
-in the cache. On a device the copies run in a lane of their own (`Lane`, on a GPU a stream) straight from and to
-the segment, and the device itself looks at the gradient. A gradient is there when `finish` has returned, no
-sooner; a segment may be given away when `settle` has.
+in the cache. A large one is copied around the caches, where the process was begun for that (`paceline_start`).
+On a device the copies run in a lane of their own (`Lane`, on a GPU a stream) straight from and to the segment, and
+the device itself looks at the gradient. A gradient is there when `finish` has returned, no sooner; a segment may be
+given away when `settle` has.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+import paceline_start
 from paceline.tensors.layout import Layout, Part
 
 AT_ONCE = 1 << 20
@@ -139,11 +142,24 @@ def copy_and_look(gradient: Tensor, view: Tensor) -> bool:
     if view.numel() <= AT_ONCE:
         view.copy_(gradient)
         return is_finite(view)
+    parts = zip(view.view(-1).split(AT_ONCE), gradient.reshape(-1).split(AT_ONCE), strict=True)
     finite = True
-    for part, values in zip(view.view(-1).split(AT_ONCE), gradient.reshape(-1).split(AT_ONCE), strict=True):
-        part.copy_(values)
-        finite &= is_finite(part)
+    if gradient.dtype == view.dtype and goes_around_caches(view.element_size() * AT_ONCE):
+        for part, values in parts:
+            finite &= is_finite(values)
+            ctypes.memmove(part.data_ptr(), values.data_ptr(), part.nbytes)
+    else:
+        for part, values in parts:
+            part.copy_(values)
+            finite &= is_finite(part)
     return finite
+
+
+@cache
+def goes_around_caches(count: int) -> bool:
+    """Whether `memmove` does with so many bytes; torch's own copies never do."""
+    smallest = paceline_start.smallest()
+    return smallest is not None and smallest <= count
 
 
 def are_finite(gradients: Sequence[Tensor | None]) -> bool:
