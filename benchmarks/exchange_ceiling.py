@@ -31,6 +31,7 @@ import time
 
 import torch
 
+import paceline_start
 from paceline.runtime.live.worker.staging import copy_and_look, is_finite
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import PIECE, SliceOptimizer, parse
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--mode", choices=("asp", "bsp", "turns"), default="asp")
     options = parser.parse_args()
+    paceline_start.begin_again()
     torch.set_num_threads(1)
     if options.mode == "turns":
         take_turns(int(options.params), options.seconds)

@@ -2,7 +2,7 @@
 
     python benchmarks/exchange_variants.py --mode asp --params 1e6 --rounds 7 now awake
     python benchmarks/exchange_variants.py --mode bsp --params 1e6 now own scratch
-    python benchmarks/exchange_variants.py --mode asp --params 1e7 now each
+    python benchmarks/exchange_variants.py --mode asp --params 1e7 now each through hasty
     python benchmarks/exchange_variants.py --mode bsp --params 1e7 threads=1 threads=4 threads=16
 
     now         as it is
@@ -11,6 +11,8 @@
     scratch     gradients are summed in memory of its own
     each        pushes that have come together are stepped on one by one
     together    they are stepped on in one pass, however small the model
+    hasty       the server steps on what there is, and does not let others finish first
+    through     large gradients are copied through the caches
     threads=N   the server steps with N threads, whatever the machine has
 
 `paceline bench exchange` has the figures beside DDP's, torch RPC's and Ray's.
@@ -24,12 +26,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import paceline_start
 from paceline.bench import exchange
 from paceline.policies import BSP
 from paceline.runtime.live.configuration import Abroad
 from paceline.runtime.live.server import together
 from paceline.runtime.live.server.together import Together
-from paceline.runtime.live.worker import joining
+from paceline.runtime.live.worker import joining, staging
 from paceline.tensors import optimizers
 from paceline.tensors.optimizers import SliceOptimizer, Threads
 
@@ -50,6 +53,10 @@ def changed(variant: str) -> Iterator[None]:
             change = mock.patch.object(together, "WORTH_IT", 0)
         elif name == "each":
             change = mock.patch.object(Together, "put_off", return_value=False)
+        elif name == "hasty":
+            change = mock.patch.object(Together, "let_others_run", return_value=None)
+        elif name == "through":
+            change = mock.patch.object(staging, "goes_around_caches", return_value=False)
         elif name == "threads":
             change = mock.patch.object(Threads, "of", return_value=Threads(int(number), int(number)))
         elif variant == "now":
@@ -69,6 +76,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tcp", action="store_true", help="over TCP on the loopback, without keys")
     options = parser.parse_args()
+    paceline_start.begin_again()
     abroad = Abroad("127.0.0.1", "", keys=False, near=False) if options.tcp else None
     counts = {**exchange.counts(int(options.params)), "transport": "tcp" if options.tcp else "shm"}
     found: dict[str, list[float]] = {}

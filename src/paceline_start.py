@@ -39,7 +39,7 @@ def begin_again() -> None:
         return
     os.environ[VARIABLE] = OURS
     try:
-        os.execv(sys.executable, sys.orig_argv)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     except OSError:
         del os.environ[VARIABLE]
 

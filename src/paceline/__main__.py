@@ -1,4 +1,4 @@
-"""`python -m paceline` is `paceline`."""
+"""`python -m paceline` is `paceline`, but for how large gradients are copied (`paceline_start`)."""
 
 from paceline.cli import main
 

@@ -68,7 +68,7 @@ def test_only_commands_whose_workers_copy_gradients_begin_again(arguments: list[
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "paceline", *arguments])
     monkeypatch.setattr("paceline.cli.main", lambda: None)
     paceline_start.main()
-    assert begun == [(sys.executable, sys.orig_argv, OURS)] * again
+    assert begun == [(sys.executable, [sys.executable, *sys.orig_argv[1:]], OURS)] * again
 
 
 def test_if_it_cannot_begin_again_it_goes_on(monkeypatch) -> None:

@@ -61,9 +61,7 @@ def test_somebody_who_computes_is_seen() -> None:
         other.kill()
 
 
-@pytest.mark.parametrize(
-    ("told", "others"), [("0 0 0 1/99 7", False), ("0 0 0 2/99 7", True), ("nothing", False)]
-)
+@pytest.mark.parametrize(("told", "others"), [("0 0 0 1/99 7", False), ("0 0 0 2/99 7", True), ("nothing", False)])
 def test_what_the_kernel_says_is_read(told: str, others: bool, monkeypatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self: told)
     assert others_run() is others

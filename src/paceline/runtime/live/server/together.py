@@ -59,7 +59,7 @@ class Together:
     def let_others_run(self) -> None:
         """Wait for more pushes while anybody computes who may send one, but no longer than is worth it."""
         server, until = self.server, time.monotonic() + self.patience_s
-        most = min(MOST, len(server.alive))
+        most = min(MOST, len(server.alive) - len(server.waits))
         while len(server.listener.inbox) < most and time.monotonic() < until and others_run():
             if server.driver in server.waiter.wait(PAUSE_S):
                 return
@@ -110,7 +110,8 @@ class Together:
         answers, self.answers = self.answers, []
         gradients, weights = [segment.gradient for _, segment in steps], [step.weight for step, _ in steps]
         server, began = self.server, time.monotonic()
-        server.holding.optimizer.apply_each(gradients, weights, all_wait=len(steps) == len(server.alive))
+        waiting = {step.handles[0].source for step, _ in steps} | server.waits.keys()
+        server.holding.optimizer.apply_each(gradients, weights, all_wait=len(waiting) >= len(server.alive))
         crowded = len(server.alive) + len(server.holding.assignment) > len(os.sched_getaffinity(0))
         self.patience_s = time.monotonic() - began if crowded and server.config.abroad is None else 0.0
         for step, segment in steps:
