@@ -69,6 +69,21 @@ def test_only_the_same_numbers_go_around_the_caches(dtype: torch.dtype, monkeypa
     assert moved == ([4 * AT_ONCE, 4 * AT_ONCE, 20] if dtype == torch.float32 else [])
 
 
+@pytest.mark.parametrize("how", ["with gaps", "one for all", "sign to be changed", "transposed"])
+def test_a_gradient_may_lie_as_it_likes(how: str, lanes) -> None:
+    size = 2 * AT_ONCE
+    gradient = {
+        "with gaps": lambda: torch.randn(2 * size)[::2],
+        "one for all": lambda: torch.tensor(2.0).expand(size),
+        "sign to be changed": lambda: torch.randn(size, dtype=torch.complex64).conj().imag,
+        "transposed": lambda: torch.randn(2, AT_ONCE).t().reshape(2, AT_ONCE).t(),
+    }[how]()
+    view = torch.zeros(gradient.shape)
+    transfer = Transfer([torch.zeros(gradient.shape)], [view], [view], lanes)
+    assert transfer.write([gradient])
+    assert torch.equal(view, gradient)
+
+
 def test_a_tensor_that_lost_its_gradient_is_judged_no_more(lanes) -> None:
     transfer, flat, tensors, _ = make(lanes)
     transfer.put({0: torch.full((3, 4), float("nan"))})

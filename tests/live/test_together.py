@@ -16,14 +16,14 @@ import paceline
 from paceline import policies, session
 from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
 from paceline.runtime.live import memory, wire
-from paceline.runtime.live.configuration import LiveConfig
+from paceline.runtime.live.configuration import Abroad, LiveConfig
 from paceline.runtime.live.driver.children import function_starter
 from paceline.runtime.live.driver.launch import Driver, LivePlan
 from paceline.runtime.live.driver.watching import Care
 from paceline.runtime.live.server import together
 from paceline.runtime.live.server.server import LiveServer
 from paceline.runtime.live.server.together import Together
-from paceline.runtime.live.sockets import Link, Listener, server_path
+from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors import assignment, optimizers
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import Hyper, SliceOptimizer
@@ -122,22 +122,22 @@ def part_of(server: LiveServer, whole: torch.Tensor) -> torch.Tensor:
     return torch.cat([whole[start:stop] for start, stop in server.holding.part])
 
 
-def end(server: LiveServer, driver: Listener) -> None:
+def end(server: LiveServer) -> None:
     server.trace.close()
-    for each in (server.driver, server.listener, server.waiter, driver):
+    for each in (server.driver, server.listener, server.waiter):
         each.close()
 
 
-def pushed(rank: int, hyper: tuple[Hyper, ...] | None = None) -> tuple[bytes, bytes]:
-    messages = (Push(Handle(rank, 0, 0, 0, 4000)), Pull(rank, 0, 1))
+def pushed(rank: int, hyper: tuple[Hyper, ...] | None = None, iteration: int = 0) -> tuple[bytes, bytes]:
+    messages = (Push(Handle(rank, 0, iteration, 0, 4000)), Pull(rank, 0, iteration + 1))
     return b"%d:0" % rank, wire.encode(wire.Exchange(messages, hyper, (), ""))
 
 
 @pytest.mark.parametrize("order", ["hyper", "checkpoint", "finish"])
+@pytest.mark.usefixtures("driver")
 def test_what_the_driver_orders_finds_every_step_taken(order: str, tmp_path: Path, monkeypatch) -> None:
     """Two of three workers die; the third's gradient is the mean, while messages of the dead still wait."""
     monkeypatch.setattr(together, "WORTH_IT", 0)
-    driver = Listener(tmp_path / "driver")
     server = server_in(tmp_path, "bsp", 3)
     slower = ({**optimizers.parse("sgd:lr=1").groups[0], "lr": 0.125},) if order == "hyper" else None
     server.take(*pushed(1, slower))
@@ -152,16 +152,22 @@ def test_what_the_driver_orders_finds_every_step_taken(order: str, tmp_path: Pat
         assert part_of(server, memory.attach(tmp_path / memory.WHOLE, server.holding.layout)).eq(-1.0).all()
     server.together.take_messages()
     assert server.holding.optimizer.values.eq(-1.0).all(), "at the rate there was when it was taken"
-    end(server, driver)
+    end(server)
 
 
 @pytest.fixture
-def crowded(tmp_path: Path, monkeypatch) -> Iterator[LiveServer]:
+def driver(tmp_path: Path) -> Iterator[Listener]:
+    driver = Listener(tmp_path / "driver")
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, driver: Listener, monkeypatch) -> Iterator[LiveServer]:
     """A server of four workers that would wait a long time for their pushes. One has come."""
     monkeypatch.setattr(together, "WORTH_IT", 0)
     monkeypatch.setattr(together, "others_run", lambda: True)
     monkeypatch.setattr(together.os, "sched_getaffinity", lambda pid: {0})
-    driver = Listener(tmp_path / "driver")
     server = server_in(tmp_path, "asp", 4)
     server.listener.inbox.append(pushed(0))
     server.together.take_messages()
@@ -169,7 +175,7 @@ def crowded(tmp_path: Path, monkeypatch) -> Iterator[LiveServer]:
     server.together.patience_s = 20.0
     server.listener.inbox.append(pushed(1))
     yield server
-    end(server, driver)
+    end(server)
 
 
 def took(work: Callable[[], object]) -> float:
@@ -208,9 +214,64 @@ def test_it_waits_no_longer_than_a_pass_took(crowded: LiveServer) -> None:
     assert not crowded.listener.inbox
 
 
-def test_it_does_not_keep_the_driver_waiting(crowded: LiveServer, monkeypatch) -> None:
-    monkeypatch.setattr(crowded.waiter, "wait", lambda timeout_s: [crowded.driver])
+def test_it_does_not_keep_the_driver_waiting(crowded: LiveServer, driver: Listener) -> None:
+    waiter = Waiter()
+    waiter.watch(driver)
+    while not driver.named:  # it hears who calls
+        waiter.wait(0.1)
+    driver.send(b"server:0", wire.encode(wire.Finish()))
     assert took(crowded.together.let_others_run) < 10
+    driver.close()
+    waiter.close()
+
+
+def test_it_does_not_wait_for_those_who_are_parked(crowded: LiveServer) -> None:
+    crowded.waits = dict.fromkeys((0, 2, 3), "too far ahead")
+    assert took(crowded.together.let_others_run) < 10
+    assert not crowded.together.rest, "it was not in vain"
+
+
+def test_after_waits_in_vain_it_waits_less(crowded: LiveServer) -> None:
+    """The busy one is not a worker: passes with a wait become rare, until a wait brings something."""
+    crowded.together.patience_s = 0.001
+    waits = []
+    for number in range(200):
+        resting = crowded.together.resting
+        crowded.together.let_others_run()
+        if not resting:
+            waits.append(number)
+    assert waits == [0, 2, 6, 14, 30, 62, 126, 191]
+    crowded.together.resting, crowded.together.patience_s = 0, 20.0
+    link = Link(server_path(crowded.folder, 0, 0), b"2:0")
+    for _ in range(3):
+        link.send(pushed(2)[1])
+    assert took(crowded.together.let_others_run) < 10
+    assert crowded.together.rest == crowded.together.resting == 0
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parked", "all_wait"),
+    [((0, 1, 2, 3), (), True), ((0, 1, 2), (), False), ((0, 1, 2), (3,), True), ((0, 1, 2), (2,), False)],
+)
+def test_cores_of_workers_are_taken_if_all_wait(
+    ranks: tuple[int, ...], parked: tuple[int, ...], all_wait: bool, crowded: LiveServer, monkeypatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(SliceOptimizer, "apply_each", lambda *_, all_wait: told.append(all_wait))
+    crowded.listener.inbox.clear()
+    crowded.together.take_messages()
+    crowded.waits = dict.fromkeys(parked, "too far ahead")
+    crowded.together.patience_s = 0.0
+    crowded.listener.inbox.extend(pushed(rank, iteration=int(rank == 0)) for rank in ranks)
+    crowded.together.take_messages()
+    assert told == [all_wait]
+
+
+def test_where_workers_may_be_elsewhere_it_waits_for_nobody(crowded: LiveServer) -> None:
+    assert crowded.together.is_crowded()
+    crowded.config = msgspec.structs.replace(crowded.config, abroad=Abroad("127.0.0.1", "", keys=False, near=False))
+    assert not crowded.together.is_crowded()
 
 
 def test_it_waits_for_nobody_where_steps_are_not_taken_together(crowded: LiveServer, monkeypatch) -> None:
@@ -221,15 +282,17 @@ def test_it_waits_for_nobody_where_steps_are_not_taken_together(crowded: LiveSer
 
 
 def test_it_waits_for_nobody_where_each_has_a_core(crowded: LiveServer, monkeypatch) -> None:
+    monkeypatch.setattr(together.os, "sched_getaffinity", lambda pid: set(range(5)))
+    assert crowded.together.is_crowded(), "four workers and two servers"
     monkeypatch.setattr(together.os, "sched_getaffinity", lambda pid: set(range(6)))
     crowded.together.patience_s = 0.01
     crowded.together.take_messages()
     assert crowded.together.patience_s == 0
 
 
+@pytest.mark.usefixtures("driver")
 def test_answers_go_out_in_order_once_their_steps_are_taken(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(together, "WORTH_IT", 0)
-    driver = Listener(tmp_path / "driver")
     server = server_in(tmp_path, "asp", 6)
     segments = [memory.attach(memory.segment_path(tmp_path, rank, 0), server.holding.layout) for rank in range(6)]
     answers: list[tuple[bytes, int, float]] = []
@@ -248,4 +311,4 @@ def test_answers_go_out_in_order_once_their_steps_are_taken(tmp_path: Path, monk
         assert part_of(server, segment).sub((rank + 1) / -6).abs().max() < 1e-6
         assert segment.eq(1.0).sum() == 2000 - len(part_of(server, segment)), "the other server's part"
     assert not server.together.steps
-    end(server, driver)
+    end(server)

@@ -10,6 +10,7 @@ obeys the driver, or a timer, or waits. Whatever else looks at the parameters me
 
 Where there are fewer cores than processes, a server that has a push and could step takes a core from a worker that
 computes. So it lets those who run go first, for as long as the last pass took at most, and finds more pushes waiting.
+Whoever runs may be no worker, or one that is far from its next push: a server that has waited in vain does so less.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ WORTH_IT = 1 << 21
 """Parameters at least: with a million nothing was gained, they are in the cache anyway."""
 PAUSE_S = 0.0005
 """Between two looks at whether others run."""
+LONGEST_REST = 64
+"""Passes without waiting, at most, after some in which it was in vain."""
 
 
 class Together:
@@ -45,6 +48,8 @@ class Together:
         """Messages of workers are being taken."""
         self.patience_s = 0.0
         """How long to wait for more of them: as long as the last pass took, if it could have been for more."""
+        self.rest = self.resting = 0
+        """For how many passes not to wait after a wait in vain, and for how many still."""
 
     def take_messages(self) -> None:
         """Take what workers have said."""
@@ -58,11 +63,26 @@ class Together:
 
     def let_others_run(self) -> None:
         """Wait for more pushes while anybody computes who may send one, but no longer than is worth it."""
+        if self.resting:
+            self.resting -= 1
+            return
         server, until = self.server, time.monotonic() + self.patience_s
-        most = min(MOST, len(server.alive) - len(server.waits))
-        while len(server.listener.inbox) < most and time.monotonic() < until and others_run():
+        inbox, most = server.listener.inbox, min(MOST, len(server.alive) - len(server.waits))
+        before, waited = len(inbox), False
+        while len(inbox) < most and time.monotonic() < until and others_run():
+            waited = True
             if server.driver in server.waiter.wait(PAUSE_S):
-                return
+                break
+        if len(inbox) > before:
+            self.rest = 0
+        elif waited:
+            self.rest = self.resting = min(LONGEST_REST, 2 * self.rest + 1)
+
+    def is_crowded(self) -> bool:
+        """Whether there are fewer cores than processes here, as far as is known: on how many hosts they are is not."""
+        server = self.server
+        processes = len(server.alive) + len(server.holding.assignment)
+        return server.config.abroad is None and processes > len(os.sched_getaffinity(0))
 
     def put_off(self, step: Apply) -> bool:
         """Whether this step is taken later, with others."""
@@ -112,8 +132,7 @@ class Together:
         server, began = self.server, time.monotonic()
         waiting = {step.handles[0].source for step, _ in steps} | server.waits.keys()
         server.holding.optimizer.apply_each(gradients, weights, all_wait=len(waiting) >= len(server.alive))
-        crowded = len(server.alive) + len(server.holding.assignment) > len(os.sched_getaffinity(0))
-        self.patience_s = time.monotonic() - began if crowded and server.config.abroad is None else 0.0
+        self.patience_s = time.monotonic() - began if self.is_crowded() else 0.0
         for step, segment in steps:
             segment.holds = step.version
             server.note(step)

@@ -142,9 +142,9 @@ def copy_and_look(gradient: Tensor, view: Tensor) -> bool:
     if view.numel() <= AT_ONCE:
         view.copy_(gradient)
         return is_finite(view)
-    parts = zip(view.view(-1).split(AT_ONCE), gradient.reshape(-1).split(AT_ONCE), strict=True)
-    finite = True
-    if gradient.dtype == view.dtype and goes_around_caches(view.element_size() * AT_ONCE):
+    flat, finite = gradient.reshape(-1), True
+    parts = zip(view.view(-1).split(AT_ONCE), flat.split(AT_ONCE), strict=True)
+    if goes_around_caches(view.element_size() * AT_ONCE) and lies_as(flat, view):
         for part, values in parts:
             finite &= is_finite(values)
             ctypes.memmove(part.data_ptr(), values.data_ptr(), part.nbytes)
@@ -155,9 +155,16 @@ def copy_and_look(gradient: Tensor, view: Tensor) -> bool:
     return finite
 
 
+def lies_as(flat: Tensor, view: Tensor) -> bool:
+    """Whether its bytes are, one after the other, those that are to be there: flat tensors may have gaps, or be one
+    number that stands for all, or numbers whose sign is still to be changed."""
+    here = flat.device == view.device and flat.dtype == view.dtype
+    return here and flat.is_contiguous() and not (flat.is_neg() or flat.is_conj())
+
+
 @cache
 def goes_around_caches(count: int) -> bool:
-    """Whether `memmove` does with so many bytes; torch's own copies never do."""
+    """Whether `memmove` does with so many bytes, by this process's environment; torch's own copies never do."""
     smallest = paceline_start.smallest()
     return smallest is not None and smallest <= count
 
