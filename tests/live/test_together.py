@@ -260,7 +260,6 @@ def test_cores_of_workers_are_taken_if_all_wait(
     told: list[bool] = []
     monkeypatch.setattr(SliceOptimizer, "apply_each", lambda *_, all_wait: told.append(all_wait))
     crowded.listener.inbox.clear()
-    crowded.together.take_messages()
     crowded.waits = dict.fromkeys(parked, "too far ahead")
     crowded.together.patience_s = 0.0
     crowded.listener.inbox.extend(pushed(rank, iteration=int(rank == 0)) for rank in ranks)
