@@ -2,10 +2,10 @@
 
     python benchmarks/exchange_ceiling.py --params 1000000 [--mode bsp|turns]
 
-With (workers + 2) x P floats of memory a push takes four passes: the worker copies its gradient into its segment and
-looks whether it is finite, the server steps on it and writes the new parameters back into the segment. Here one
-process does nothing but the first two, over the segments of four workers in turn, and another nothing but the last two,
-in the pieces and with the calls that paceline uses; each has a core. There are no messages, no machines, no waiting.
+With (workers + 2) x P floats of memory a push takes two passes: the worker copies its gradient into its segment and
+looks whether it is finite, the server steps on it and writes the new parameters back into the segment. Here one process
+does nothing but the first, over the segments of four workers in turn, and another nothing but the second, with the
+calls that paceline uses; each has a core. There are no messages, no machines, no waiting.
 Two cores that share all the work of a push cannot do more pushes a second than two over the sum of both times; a server
 that steps on several pushes at once (`server/together.py`) can do a little more.
 
@@ -31,10 +31,11 @@ import time
 
 import torch
 
-import paceline_start
-from paceline.runtime.live.worker.staging import copy_and_look, is_finite
+from paceline.runtime.live.worker.staging import AROUND, copy_and_look
 from paceline.tensors.layout import layout_of
-from paceline.tensors.optimizers import PIECE, SliceOptimizer, parse
+from paceline.tensors.optimizers import parse
+from paceline.tensors.passes import is_finite
+from paceline.tensors.slices import PIECE, SliceOptimizer
 
 WORKERS = 4
 
@@ -53,8 +54,8 @@ def serve(segments: list[torch.Tensor], seconds: float) -> float:
 
 
 def work(segments: list[torch.Tensor], seconds: float) -> float:
-    gradients = [torch.full_like(segment, 1e-6) for segment in segments]
-    return seconds_each(lambda turn: copy_and_look(gradients[turn], segments[turn]), seconds)
+    gradients, around = [torch.full_like(segment, 1e-6) for segment in segments], len(segments[0]) >= AROUND
+    return seconds_each(lambda turn: copy_and_look(gradients[turn], segments[turn], around), seconds)
 
 
 def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> float:
@@ -75,7 +76,7 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
         if number == 10:
             began = time.perf_counter()
         for gradient, segment in zip(gradients, segments[first:], strict=False):
-            copy_and_look(gradient, segment)
+            copy_and_look(gradient, segment, params >= AROUND)
         mine.send(b".")
         mine.recv(1)
         optimizer.apply(pieces, 1.0, (), () if one_vector else pieces, spoil=True)
@@ -140,7 +141,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--mode", choices=("asp", "bsp", "turns"), default="asp")
     options = parser.parse_args()
-    paceline_start.begin_again()
     torch.set_num_threads(1)
     if options.mode == "turns":
         take_turns(int(options.params), options.seconds)

@@ -1,18 +1,19 @@
 """What each part of the exchange through shared memory is worth: with it and without it, in turn, in one run.
 
     python benchmarks/exchange_variants.py --mode asp --params 1e6 --rounds 7 now awake
-    python benchmarks/exchange_variants.py --mode bsp --params 1e6 now own scratch
+    python benchmarks/exchange_variants.py --mode bsp --params 1e6 now own torch
+    python benchmarks/exchange_variants.py --mode asp --params 1e6 now torch
     python benchmarks/exchange_variants.py --mode asp --params 1e7 now each through hasty
     python benchmarks/exchange_variants.py --mode bsp --params 1e7 threads=1 threads=4 threads=16
 
     now         as it is
     awake       workers that are woken take the core at once (no SCHED_BATCH)
     own         under BSP too everybody has a segment of their own, and the server writes to all of them
-    scratch     gradients are summed in memory of its own
     each        pushes that have come together are stepped on one by one
     together    they are stepped on in one pass, however small the model
     hasty       the server steps on what there is, and does not let others finish first
     through     large gradients are copied through the caches
+    torch       all passes over memory are torch's, as where there was no C compiler
     threads=N   the server steps with N threads, whatever the machine has
 
 `paceline bench exchange` has the figures beside DDP's, torch RPC's and Ray's.
@@ -26,29 +27,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import paceline_start
 from paceline.bench import exchange
 from paceline.policies import BSP
 from paceline.runtime.live.configuration import Abroad
 from paceline.runtime.live.server import together
 from paceline.runtime.live.server.together import Together
 from paceline.runtime.live.worker import joining, staging
-from paceline.tensors import optimizers
-from paceline.tensors.optimizers import SliceOptimizer, Threads
+from paceline.tensors import passes, slices
+from paceline.tensors.slices import Threads
 
 
 @contextmanager
 def changed(variant: str) -> Iterator[None]:
     """Servers and workers are forks of this process: what is changed here is changed there."""
-    apply = SliceOptimizer.apply
     name, _, number = variant.partition("=")
-    with mock.patch.object(optimizers, "MOST_THREADS", 1 << 10 if number else optimizers.MOST_THREADS):
+    with mock.patch.object(slices, "MOST_THREADS", 1 << 10 if number else slices.MOST_THREADS):
         if name == "awake":
             change = mock.patch.object(joining, "give_way", return_value=None)
         elif name == "own":
             change = mock.patch.object(BSP, "in_step", False)
-        elif name == "scratch":
-            change = mock.patch.object(SliceOptimizer, "apply", lambda *arguments, **_: apply(*arguments[:5]))
         elif name == "together":
             change = mock.patch.object(together, "WORTH_IT", 0)
         elif name == "each":
@@ -56,7 +53,9 @@ def changed(variant: str) -> Iterator[None]:
         elif name == "hasty":
             change = mock.patch.object(Together, "let_others_run", return_value=None)
         elif name == "through":
-            change = mock.patch.object(staging, "goes_around_caches", return_value=False)
+            change = mock.patch.object(staging, "AROUND", 1 << 62)
+        elif name == "torch":
+            change = mock.patch.object(passes, "_passes", None)
         elif name == "threads":
             change = mock.patch.object(Threads, "of", return_value=Threads(int(number), int(number)))
         elif variant == "now":
@@ -76,7 +75,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tcp", action="store_true", help="over TCP on the loopback, without keys")
     options = parser.parse_args()
-    paceline_start.begin_again()
     abroad = Abroad("127.0.0.1", "", keys=False, near=False) if options.tcp else None
     counts = {**exchange.counts(int(options.params)), "transport": "tcp" if options.tcp else "shm"}
     found: dict[str, list[float]] = {}

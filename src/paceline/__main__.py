@@ -1,4 +1,4 @@
-"""`python -m paceline` is `paceline`, but for how large gradients are copied (`paceline_start`)."""
+"""`python -m paceline` is `paceline`."""
 
 from paceline.cli import main
 

@@ -22,7 +22,8 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
 from paceline.tensors import state
 from paceline.tensors.layout import layout_of
-from paceline.tensors.optimizers import Extras, Hyper, describe, hyper_of, read_extras
+from paceline.tensors.optimizers import Extras, describe, hyper_of, read_extras
+from paceline.tensors.steppers import Hyper
 
 if TYPE_CHECKING:
     from paceline.runtime.live.peer.peer import LivePeer

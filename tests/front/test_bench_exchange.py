@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 
 import pytest
 
-import paceline_start
 from paceline import cli
 from paceline.bench import peers
 from paceline.bench.tcp_exchange import loopback_bandwidth
@@ -60,19 +57,3 @@ def test_the_loopback_carries_something() -> None:
 def test_an_unknown_transport_gets_one_line(capsys) -> None:
     assert cli.run(["bench", "exchange", "--transport", "udp"]) == 2
     assert "udp" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("peer", ["ddp", "ray"])
-def test_peers_begin_as_they_would_without_us(peer: str, monkeypatch) -> None:
-    begun: list[dict[str, str]] = []
-
-    def begin(*_: object, env: dict[str, str], **__: object) -> None:
-        begun.append(env)
-        raise InterruptedError
-
-    monkeypatch.setenv(paceline_start.VARIABLE, paceline_start.OURS)
-    monkeypatch.setattr(subprocess, "Popen" if peer == "ddp" else "run", begin)
-    with pytest.raises(InterruptedError):
-        peers.measure(peer, 2, {})
-    assert [paceline_start.VARIABLE in env for env in begun] == [False]
-    assert begun[0]["PATH"] == os.environ["PATH"]

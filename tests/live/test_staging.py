@@ -8,7 +8,8 @@ from torch import nn
 
 import paceline
 from paceline.runtime.live.worker import cuda, staging
-from paceline.runtime.live.worker.staging import AT_ONCE, Transfer, copy_and_look, write_slice
+from paceline.runtime.live.worker.staging import AROUND, AT_ONCE, Transfer, write_slice
+from paceline.tensors import passes
 from paceline.tensors.layout import Layout, layout_of
 from tests.live.lanes import LateLane
 
@@ -24,7 +25,7 @@ def layout_and_tensors() -> tuple[Layout, list[torch.Tensor]]:
 
 @pytest.fixture(params=["at once", "around the caches", "in a lane"])
 def lanes(request, monkeypatch) -> dict[torch.device, LateLane]:
-    monkeypatch.setattr(staging, "goes_around_caches", lambda count: request.param == "around the caches")
+    monkeypatch.setattr(staging, "AROUND", 0 if request.param == "around the caches" else AROUND)
     return {CPU: LateLane()} if request.param == "in a lane" else {}
 
 
@@ -57,16 +58,16 @@ def test_what_is_not_finite_is_seen_anywhere(lanes, bad: float, where: int) -> N
     assert transfer.write([torch.full_like(tensor, 3e38) for tensor in tensors]), "large is not infinite"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_only_the_same_numbers_go_around_the_caches(dtype: torch.dtype, monkeypatch) -> None:
-    moved: list[int] = []
-    move = staging.ctypes.memmove
-    monkeypatch.setattr(staging.ctypes, "memmove", lambda *to: moved.append(to[2]) or move(*to))
-    monkeypatch.setattr(staging, "goes_around_caches", lambda count: count >= 4 * AT_ONCE)
-    gradient, view = torch.randn(2 * AT_ONCE + 5), torch.zeros(2 * AT_ONCE + 5, dtype=dtype)
-    assert copy_and_look(gradient, view)
-    assert torch.equal(view, gradient.to(dtype))
-    assert moved == ([4 * AT_ONCE, 4 * AT_ONCE, 20] if dtype == torch.float32 else [])
+@pytest.mark.parametrize(("size", "around"), [(AROUND - 1, False), (AROUND, True)])
+def test_gradients_of_large_models_go_around_the_caches(size: int, around: bool, monkeypatch) -> None:
+    ways: list[bool] = []
+    copy = passes.copy_and_look
+    monkeypatch.setattr(passes, "copy_and_look", lambda *given: ways.append(given[2]) or copy(*given))
+    tensors = [torch.randn(size - 5), torch.randn(5)]
+    views = [torch.zeros(size - 5), torch.zeros(5)]
+    assert Transfer(tensors, views, views, {}).write(tensors)
+    assert all(torch.equal(*pair) for pair in zip(tensors, views, strict=True))
+    assert ways == [around] * 3, "two parts and a small tensor"
 
 
 @pytest.mark.parametrize("how", ["with gaps", "one for all", "sign to be changed", "transposed"])

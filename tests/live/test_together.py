@@ -26,7 +26,8 @@ from paceline.runtime.live.server.together import Together
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
 from paceline.tensors import assignment, optimizers
 from paceline.tensors.layout import layout_of
-from paceline.tensors.optimizers import Hyper, SliceOptimizer
+from paceline.tensors.slices import SliceOptimizer
+from paceline.tensors.steppers import Hyper
 
 WORKERS, STEPS = 4, 30
 

@@ -13,7 +13,8 @@ from paceline.errors import ConfigError
 from paceline.tensors import state
 from paceline.tensors.assignment import Assignment, initial, locate, moved, overlap, reassign, size
 from paceline.tensors.layout import Entry, Layout
-from paceline.tensors.optimizers import SliceOptimizer, parse
+from paceline.tensors.optimizers import parse
+from paceline.tensors.slices import SliceOptimizer
 
 LINE = 16
 """Elements of a cache line in float32."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.runtime.live.server.receiving import find
-from paceline.tensors import halves, optimizers
+from paceline.tensors import halves, slices
 from paceline.tensors.halves import ErrorFeedback, WrongFrames
 from paceline.tensors.layout import Entry, Layout
 
@@ -59,7 +59,7 @@ def test_frames_end_where_the_optimizers_pieces_do() -> None:
     assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
     assert all(stop - start <= 1 << 18 for start, stop in ranges)
     starts = {start for start, _ in ranges}
-    pieces = entries.pieces(whole, optimizers.PIECE)
+    pieces = entries.pieces(whole, slices.PIECE)
     assert starts <= {piece.start for piece in pieces}
     assert find(pieces, ranges, 4) is not None
     large = layout(300_000, 5, borders="tensors")

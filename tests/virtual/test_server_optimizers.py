@@ -18,7 +18,8 @@ from paceline.tensors import optimizers, schedules, state
 from paceline.tensors.kinds import KINDS
 from paceline.tensors.lars import LARS
 from paceline.tensors.layout import Entry, Layout, balanced, flatten, layout_of
-from paceline.tensors.optimizers import SliceOptimizer, describe, parse
+from paceline.tensors.optimizers import describe, parse
+from paceline.tensors.slices import SliceOptimizer
 from tests.reference import largest_difference, train_alone
 
 TEXTS = {

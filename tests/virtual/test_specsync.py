@@ -17,7 +17,7 @@ from paceline.policies import parse
 from paceline.run import Run
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.timing import Timing, TimingPlan
-from paceline.tensors.optimizers import SliceOptimizer
+from paceline.tensors.slices import SliceOptimizer
 
 FIXED = "specsync:abort_time=0.03,abort_rate=0.2"
 

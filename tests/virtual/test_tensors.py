@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.tensors import optimizers
+from paceline.tensors import slices
 from paceline.tensors.layout import Entry, Layout, flatten, imbalance, layout_of
-from paceline.tensors.optimizers import SliceOptimizer, Threads, describe, hyper_of, parse
+from paceline.tensors.optimizers import describe, hyper_of, parse
+from paceline.tensors.slices import SliceOptimizer, Threads
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -196,7 +197,7 @@ def test_describe_reads_every_group() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_change_nothing(threads: int, count: int) -> None:
     torch.manual_seed(0)
-    shapes = [(4 * optimizers.PIECE + 5,), (7,), (optimizers.PIECE,)]
+    shapes = [(4 * slices.PIECE + 5,), (7,), (slices.PIECE,)]
     layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(count)]
     results = []
@@ -218,14 +219,14 @@ def test_threads_change_nothing(threads: int, count: int) -> None:
 @pytest.mark.parametrize("extras", ["", ",schedule=cosine(samples=40),batch=4"])
 def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: str) -> None:
     torch.manual_seed(0)
-    layout = Layout((Entry("a", (3 * optimizers.PIECE + 5,), 0), Entry("b", (7,), 0)), "float32")
+    layout = Layout((Entry("a", (3 * slices.PIECE + 5,), 0), Entry("b", (7,), 0)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
     weights = [0.25, 0.125, 1.0]
     results = []
     for together in (False, True):
         spec = parse("sgd:lr=0.1" + extras)
         ours = SliceOptimizer(layout, slice(0, layout.numel), start.clone(), spec, Threads(threads, threads))
-        assert ours.takes_several
+        assert ours.is_plain
         copies = [gradient.clone() for gradient in gradients]
         pieces = [ours.cut(copy) for copy in copies]
         if together:
@@ -242,11 +243,11 @@ def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: s
 @pytest.mark.parametrize("text", ["adam:lr=0.1", "sgd:lr=0.1,momentum=0.9", "sgd:lr=0.1,ema=0.9"])
 def test_only_plain_steps_are_taken_together(text: str) -> None:
     layout = layout_of([("p", torch.zeros(5), 0)])
-    assert not SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse(text)).takes_several
+    assert not SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse(text)).is_plain
     plain = SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse("sgd:lr=0.1"))
-    assert plain.takes_several
+    assert plain.is_plain
     plain.set_hyper([{"momentum": 0.9}])
-    assert not plain.takes_several, "a script may change that, too"
+    assert not plain.is_plain, "a script may change that, too"
 
 
 def test_a_slice_on_the_cpu_never_asks_cuda(monkeypatch) -> None:

@@ -8,7 +8,6 @@ memory; `tcp_exchange.py` has the same as between hosts.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import statistics
 import time
@@ -29,6 +28,7 @@ from paceline.runtime.live.configuration import Abroad
 from paceline.runtime.live.driver.children import function_starter
 from paceline.runtime.live.driver.launch import Driver, LivePlan
 from paceline.runtime.live.server.together import MOST, WORTH_IT
+from paceline.tensors import passes
 
 SIZES = {100_000: (100, 1000), 1_000_000: (100, 300), 10_000_000: (10, 50)}
 """Parameters: (exchanges thrown away, exchanges measured)."""
@@ -155,34 +155,35 @@ def held_in(folder: Path) -> int:
 
 
 def _floor(mode: str, params: int, workers: int) -> float:
-    """The best that memory allows, over the bandwidth of a copy on all cores.
+    """The best that memory allows, over the bandwidth of copies of such gradients on all cores.
 
     A push: copy the gradient in (read, write) and apply it (read it, read and write the parameters, write them back).
     For large models the parameters are read and written once for several pushes. An iteration under BSP: copy all
     gradients in, read them, read and write the parameters, which all read there.
     """
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(params, workers)
     if mode == "asp":
         together = min(MOST, workers) if params >= WORTH_IT else 1
         return bandwidth / (4 * params * (4 + 2 / together))
     return 1000 * 4 * params * (3 * workers + 2) / bandwidth
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second that a copy of 64 MB moves (read plus write), with all cores: torch's or the C library's."""
-    source, target = torch.ones(1 << 24), torch.empty(1 << 24)
+def copy_bandwidth(params: int, workers: int) -> float:
+    """Bytes a second (read plus written) that all cores move as they copy so many gradients of so many workers, again
+    and again: small ones never leave the caches, in an exchange as here. The best that was found."""
+    pairs = [(torch.ones(params), torch.zeros(params)) for _ in range(workers)]
+    turns = max(1, (1 << 24) // (params * workers))
     cores = len(os.sched_getaffinity(0))
-    parts = list(zip(target.chunk(cores), source.chunk(cores), strict=True))
+
+    def copy(first: int, around: bool) -> None:
+        for _ in range(turns):
+            for source, target in pairs[first::cores]:
+                passes.copy_and_look(source, target, around)
+
     best = 0.0
     with ThreadPoolExecutor(cores) as threads:
-        for _ in range(5):
-            for copy in (lambda: target.copy_(source), lambda: list(threads.map(_move, parts))):
-                began = time.perf_counter()
-                copy()
-                best = max(best, 2 * source.nbytes / (time.perf_counter() - began))
+        for number in range(10):
+            began = time.perf_counter()
+            list(threads.map(copy, range(cores), [number % 2 == 1] * cores))
+            best = max(best, 2 * 4 * params * workers * turns / (time.perf_counter() - began))
     return best
-
-
-def _move(part: tuple[torch.Tensor, torch.Tensor]) -> None:
-    target, source = part
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

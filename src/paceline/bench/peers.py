@@ -36,7 +36,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import paceline_start
 from paceline import cluster as clusters
 from paceline import workloads
 from paceline.dealing import Dealer
@@ -53,7 +52,7 @@ def measure(peer: str, size: int, options: Options, timeout_s: float = 300.0) ->
         return [_alone(_ray, size, options)]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         command = [sys.executable, "-W", "ignore", "-m", "paceline.bench.peers", peer]
-        environment = {**paceline_start.environment_without(), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         arguments = [json.dumps([rank, size, f"{folder}/store", options]) for rank in range(size)]
         processes = [
             subprocess.Popen([*command, text], stdout=subprocess.PIPE, env=environment, text=True) for text in arguments
@@ -231,8 +230,7 @@ def _alone(work: Callable[[int, Options], float], size: int, options: Options) -
     """In a process of its own, so that nothing of it stays."""
     text = json.dumps([0, size, "", options])
     command = [sys.executable, "-m", "paceline.bench.peers", "ray", text]
-    environment = paceline_start.environment_without()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PacelineError(f"the peer ray failed: {done.stderr.strip().splitlines()[-1:]}")
     return float(json.loads(done.stdout.splitlines()[-1]))

@@ -16,6 +16,7 @@ from paceline.commands.options import Outputs
 from paceline.commands.screen import console
 from paceline.errors import ConfigError
 from paceline.run import write_whole
+from paceline.tensors import passes
 
 
 def _say(line: str) -> None:
@@ -50,6 +51,8 @@ class BenchExchange:
         console.print(self._table(rows))
         for line in (*tcp_exchange.cost_of_keys(rows), *exchange.without_a_lock(rows)):
             _say(line)
+        if not passes.are_compiled():
+            _say("paceline was installed without a C compiler, so it is slower: install one, then paceline again")
         if self.json is not None:
             data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
             _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.layout import Layout, Part
-from paceline.tensors.optimizers import PIECE
+from paceline.tensors.slices import PIECE
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AS_THEY_ARE = "float32"

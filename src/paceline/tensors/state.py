@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.tensors.assignment import Assignment, Ranges, initial, locate, overlap, size, tidy
 from paceline.tensors.layout import Layout, Part, ranges_of
-from paceline.tensors.optimizers import AVERAGE, PIECE, SAMPLES, SCALARS, THERE, State
-from paceline.tensors.steppers import padded, unpadded
+from paceline.tensors.slices import AVERAGE, PIECE, SAMPLES, THERE
+from paceline.tensors.steppers import SCALARS, State, padded, unpadded
 
 COUNTED = (*SCALARS, THERE)
 """What a shard has one number of for each piece, the whole one for each tensor."""

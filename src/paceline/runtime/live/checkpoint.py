@@ -26,7 +26,7 @@ from paceline.errors import PacelineError
 from paceline.tensors import assignment, state
 from paceline.tensors.assignment import Assignment, Ranges, overlap
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import State
+from paceline.tensors.steppers import State
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"

@@ -27,7 +27,8 @@ from paceline.runtime.live.configuration import Door
 from paceline.runtime.live.server.durable import Durable
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import Hyper, OptimizerSpec
+from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.steppers import Hyper
 
 
 class Describe(Struct, frozen=True, tag=True):

@@ -23,8 +23,8 @@ from paceline.core.messages import FromScheduler, Message, Parameters, Pull, Pus
 from paceline.core.shard import Shard
 from paceline.runtime.driver import NoSuchAction, Seat, ServerCarrier, WorkerCarrier
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Happening, Wire
-from paceline.tensors.optimizers import SliceOptimizer
 from paceline.tensors.significance import significance
+from paceline.tensors.slices import SliceOptimizer
 
 if TYPE_CHECKING:
     from paceline.runtime.virtual.simulation import Simulation

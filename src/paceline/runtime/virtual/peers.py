@@ -17,7 +17,7 @@ from paceline.runtime.virtual.engine import MESSAGE
 from paceline.runtime.virtual.network import Network
 from paceline.runtime.virtual.nodes import VirtualWorker
 from paceline.runtime.virtual.simulation import Plan, Simulation, Watcher
-from paceline.tensors.optimizers import SliceOptimizer
+from paceline.tensors.slices import SliceOptimizer
 
 WHOLE = 0
 """A peer's gradient is one slice."""

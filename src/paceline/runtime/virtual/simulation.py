@@ -29,7 +29,8 @@ from paceline.runtime.virtual.layerwise import LayerwiseWorker
 from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
 from paceline.runtime.virtual.scheduling import VirtualScheduler
 from paceline.tensors.layout import EPS, flatten, layout_of
-from paceline.tensors.optimizers import OptimizerSpec, SliceOptimizer
+from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.slices import SliceOptimizer
 from paceline.workloads.base import Workload
 
 FEW = 32

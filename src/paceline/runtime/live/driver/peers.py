@@ -39,7 +39,8 @@ from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.peer.slots import Process
 from paceline.tensors import state
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import SCALARS, THERE, State
+from paceline.tensors.slices import THERE
+from paceline.tensors.steppers import SCALARS, State
 
 if TYPE_CHECKING:
     from paceline.runtime.live.driver.launch import Driver

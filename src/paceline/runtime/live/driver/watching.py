@@ -10,7 +10,7 @@ from msgspec import structs
 
 from paceline.errors import RunFailed
 from paceline.runtime.live import wire
-from paceline.tensors.optimizers import Hyper
+from paceline.tensors.steppers import Hyper
 
 if TYPE_CHECKING:
     from paceline.runtime.live.driver.launch import Driver

@@ -41,11 +41,11 @@ from paceline.runtime.live.worker import joining
 from paceline.runtime.live.worker.aborting import Aborting
 from paceline.runtime.live.worker.description import Described, contiguous
 from paceline.runtime.live.worker.hands import Hands
-from paceline.runtime.live.worker.staging import is_finite
 from paceline.runtime.live.worker.worker import IDLE_S, PATIENCE_S, LiveWorker
 from paceline.tensors import state
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import Hyper
+from paceline.tensors.passes import is_finite
+from paceline.tensors.steppers import Hyper
 
 STATUS_S = 0.5
 

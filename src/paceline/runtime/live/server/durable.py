@@ -44,7 +44,8 @@ from paceline.core.messages import Handle, Members
 from paceline.errors import PacelineError
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import Hyper, OptimizerSpec, State
+from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.steppers import Hyper, State
 
 FOLDER = "durable"
 LOG, SNAPSHOT, PART = ".log", ".snapshot", ".part"

@@ -24,7 +24,8 @@ from paceline.runtime.live.server.mapped import Segment
 from paceline.runtime.live.server.replaying import Rebuilt
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges
-from paceline.tensors.optimizers import Hyper, SliceOptimizer, State, Threads
+from paceline.tensors.slices import SliceOptimizer, Threads
+from paceline.tensors.steppers import Hyper, State
 
 
 class Holding:

@@ -32,7 +32,8 @@ from paceline.runtime.live.server import durable
 from paceline.runtime.live.server.durable import Kept, Log, Logged, Meta, Rated, raw
 from paceline.runtime.live.server.holding import Holding
 from paceline.runtime.live.server.replaying import rebuild
-from paceline.tensors.optimizers import AVERAGE, Hyper, Threads
+from paceline.tensors.slices import AVERAGE, Threads
+from paceline.tensors.steppers import Hyper
 
 if TYPE_CHECKING:
     from paceline.runtime.live.server.server import LiveServer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.runtime.live.server.durable import raw
 from paceline.tensors.assignment import Ranges
-from paceline.tensors.optimizers import SliceOptimizer
+from paceline.tensors.slices import SliceOptimizer
 
 
 class Segment:
@@ -20,7 +20,7 @@ class Segment:
     def __init__(self, whole: Tensor, staging: Tensor | None, part: Ranges, optimizer: SliceOptimizer) -> None:
         self.ranges = [whole[start:stop] for start, stop in part]
         self.pieces = optimizer.cut_from(whole)
-        self.gradient = self.pieces if staging is None else optimizer.cut_from(staging)
+        self.gradient: list[Tensor] = self.pieces if staging is None else optimizer.cut_from(staging)
         self.arriving = [(whole if staging is None else staging)[start:stop] for start, stop in part]
         self.absent: frozenset[int] = frozenset()
         """Tensors that have no gradient in the last push."""

@@ -16,7 +16,8 @@ from paceline.runtime.live import wire
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges, overlap
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import SliceOptimizer, State
+from paceline.tensors.slices import SliceOptimizer
+from paceline.tensors.steppers import State
 
 VALUES = "values"
 """Among the vectors of a state: the parameters themselves."""

@@ -28,7 +28,8 @@ from paceline.core.trace import Record
 from paceline.errors import PacelineError
 from paceline.runtime.live.server import durable
 from paceline.runtime.live.server.durable import Entry, Kept, Logged, Meta, Rated
-from paceline.tensors.optimizers import ONE_THREAD, Hyper, SliceOptimizer, State, Threads
+from paceline.tensors.slices import ONE_THREAD, SliceOptimizer, Threads
+from paceline.tensors.steppers import Hyper, State
 
 Gradient = tuple[list[Tensor], frozenset[int]]
 """In pieces, with the tensors that have none."""

@@ -41,8 +41,8 @@ from paceline.runtime.live.server.mapped import Segment
 from paceline.runtime.live.server.receiving import FarSegment, Receiving, sender_of
 from paceline.runtime.live.server.together import Together
 from paceline.runtime.live.sockets import Link, Listener, Waiter, server_path
-from paceline.tensors.optimizers import Hyper
 from paceline.tensors.significance import significance
+from paceline.tensors.steppers import Hyper
 
 IDLE_S = 0.5
 STATUS_S = 0.5

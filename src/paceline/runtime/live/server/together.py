@@ -98,7 +98,7 @@ class Together:
     def segment_of(self, step: Apply) -> Segment | None:
         """Where its gradient is, and its values are to be; None if this step cannot be taken with others."""
         server, optimizer = self.server, self.server.holding.optimizer
-        if not optimizer.takes_several or len(optimizer.values) < WORTH_IT:
+        if not optimizer.is_plain or len(optimizer.values) < WORTH_IT:
             return None
         if server.journal is not None or server.receiving is not None:
             return None
@@ -128,7 +128,7 @@ class Together:
             return
         steps, self.steps = self.steps, []
         answers, self.answers = self.answers, []
-        gradients, weights = [segment.gradient for _, segment in steps], [step.weight for step, _ in steps]
+        gradients, weights = [segment.pieces for _, segment in steps], [step.weight for step, _ in steps]
         server, began = self.server, time.monotonic()
         waiting = {step.handles[0].source for step, _ in steps} | server.waits.keys()
         server.holding.optimizer.apply_each(gradients, weights, all_wait=len(waiting) >= len(server.alive))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from paceline.core.policy import Policy
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import OptimizerSpec, State
+from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.steppers import State
 
 
 @dataclass

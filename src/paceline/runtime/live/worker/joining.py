@@ -30,7 +30,8 @@ from paceline.runtime.live.worker.description import Described, contiguous
 from paceline.runtime.live.worker.overlap import Overlap
 from paceline.runtime.live.worker.segments import Segments
 from paceline.tensors.layout import flatten, put
-from paceline.tensors.optimizers import THERE, Hyper
+from paceline.tensors.slices import THERE
+from paceline.tensors.steppers import Hyper
 
 if TYPE_CHECKING:
     from paceline.runtime.live.peer.peer import LivePeer

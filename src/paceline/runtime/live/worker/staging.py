@@ -1,7 +1,7 @@
 """How gradients get into shared memory and parameters out of it, wherever the model is.
 
-On the CPU a gradient is copied by the thread that calls, which looks for NaN and Inf at each part while it is
-in the cache. A large one is copied around the caches, where the process was begun for that (`paceline_start`).
+On the CPU a gradient is copied by the thread that calls, which looks for NaN and Inf meanwhile (`passes.py`). A large
+one is copied around the caches: a copy through them reads what it is about to overwrite.
 On a device the copies run in a lane of their own (`Lane`, on a GPU a stream) straight from and to the segment, and
 the device itself looks at the gradient. A gradient is there when `finish` has returned, no sooner; a segment may be
 given away when `settle` has.
@@ -9,22 +9,24 @@ given away when `settle` has.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-import paceline_start
+from paceline.tensors import passes
 from paceline.tensors.layout import Layout, Part
+from paceline.tensors.passes import is_finite
 
 AT_ONCE = 1 << 20
 """Elements that are copied and looked at together: four megabytes in float32, which a third-level cache holds.
 Smaller parts fit the caches better, but then calling torch costs more than it saves."""
+AROUND = 1 << 21
+"""Parameters of a model whose gradients go around the caches: nothing of them would be there when the server reads."""
 
 
 class Lane(Protocol):
@@ -58,6 +60,7 @@ class Transfer:
         self.gradient = gradient
         self.parameters = parameters
         self.lanes = lanes
+        self.around = sum(tensor.numel() for tensor in tensors) >= AROUND
         self.looked: dict[int, bool | Tensor] = {}
         """What was found in each gradient: whether it is finite, or a number on the device that is if it is."""
 
@@ -70,7 +73,7 @@ class Transfer:
                 if gradient is None:
                     view.zero_()
                 else:
-                    finite &= copy_and_look(gradient, view)
+                    finite &= copy_and_look(gradient, view, self.around)
             return finite
         self.clear(index for index, gradient in enumerate(gradients) if gradient is None)
         self.put({index: gradient for index, gradient in enumerate(gradients) if gradient is not None})
@@ -85,7 +88,7 @@ class Transfer:
                 lane.enqueue(partial(self._copy_out, mine), mine.values())
             else:
                 for index, gradient in mine.items():
-                    self.looked[index] = copy_and_look(gradient, self.gradient[index])
+                    self.looked[index] = copy_and_look(gradient, self.gradient[index], self.around)
 
     def _copy_out(self, gradients: Mapping[int, Tensor]) -> None:
         values = list(gradients.values())
@@ -137,36 +140,14 @@ def by_device(tensors: Mapping[int, Tensor]) -> dict[torch.device, list[int]]:
     return groups
 
 
-def copy_and_look(gradient: Tensor, view: Tensor) -> bool:
-    """Copy a gradient to its place; whether it is finite. It looks at each part while it is in the cache."""
+def copy_and_look(gradient: Tensor, view: Tensor, around: bool) -> bool:
+    """Copy a gradient to its place, part by part; whether it is finite."""
     if view.numel() <= AT_ONCE:
-        view.copy_(gradient)
-        return is_finite(view)
-    flat, finite = gradient.reshape(-1), True
-    parts = zip(view.view(-1).split(AT_ONCE), flat.split(AT_ONCE), strict=True)
-    if goes_around_caches(view.element_size() * AT_ONCE) and lies_as(flat, view):
-        for part, values in parts:
-            finite &= is_finite(values)
-            ctypes.memmove(part.data_ptr(), values.data_ptr(), part.nbytes)
-    else:
-        for part, values in parts:
-            part.copy_(values)
-            finite &= is_finite(part)
+        return passes.copy_and_look(gradient, view, around)
+    finite = True
+    for values, part in zip(gradient.reshape(-1).split(AT_ONCE), view.view(-1).split(AT_ONCE), strict=True):
+        finite &= passes.copy_and_look(values, part, around)
     return finite
-
-
-def lies_as(flat: Tensor, view: Tensor) -> bool:
-    """Whether its bytes are, one after the other, those that are to be there: flat tensors may have gaps, or be one
-    number that stands for all, or numbers whose sign is still to be changed."""
-    here = flat.device == view.device and flat.dtype == view.dtype
-    return here and flat.is_contiguous() and not (flat.is_neg() or flat.is_conj())
-
-
-@cache
-def goes_around_caches(count: int) -> bool:
-    """Whether `memmove` does with so many bytes, by this process's environment; torch's own copies never do."""
-    smallest = paceline_start.smallest()
-    return smallest is not None and smallest <= count
 
 
 def are_finite(gradients: Sequence[Tensor | None]) -> bool:
@@ -176,11 +157,6 @@ def are_finite(gradients: Sequence[Tensor | None]) -> bool:
         all(map(is_finite, each.reshape(-1).split(AT_ONCE))) if each.numel() > AT_ONCE else is_finite(each)
         for each in there
     )
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all values are: a sum is one pass, and only a sum that is not finite needs a second look."""
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
 def write_slice(gradients: Sequence[Tensor | None], segment: Tensor, layout: Layout, part: Part) -> None:

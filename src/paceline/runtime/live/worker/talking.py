@@ -26,7 +26,7 @@ from paceline.runtime.live.sockets import Link
 from paceline.runtime.live.worker.early import Ahead
 from paceline.tensors import state
 from paceline.tensors.assignment import Assignment, size
-from paceline.tensors.optimizers import Hyper, State
+from paceline.tensors.steppers import Hyper, State
 
 if TYPE_CHECKING:
     from paceline.runtime.live.worker.worker import LiveWorker

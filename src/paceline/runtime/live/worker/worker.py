@@ -47,7 +47,7 @@ from paceline.runtime.live.worker.segments import Segments
 from paceline.runtime.live.worker.staging import Transfer, are_finite
 from paceline.runtime.live.worker.talking import Talk
 from paceline.tensors.layout import Layout
-from paceline.tensors.optimizers import Hyper, State
+from paceline.tensors.steppers import Hyper, State
 
 IDLE_S = 0.2
 PATIENCE_S = 5.0

@@ -1,0 +1,177 @@
+"""Passes over memory: compiled or by torch, the numbers are the same to the last bit, and nothing else is touched."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.tensors import passes
+from paceline.tensors.layout import Entry, Layout
+from paceline.tensors.optimizers import parse
+from paceline.tensors.slices import PIECE, Cut, Run, SliceOptimizer, runs_of
+
+LENGTHS = [0, 1, 3, 16, 17, 31, 64, 1000, 1023, 1024, 1025, 3 * 1024 + 7]
+"""Around what is done at once: a line of the cache, a block."""
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request, monkeypatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(passes, "_passes", None)
+    elif not passes.are_compiled():
+        pytest.skip("there was no C compiler")
+    return request.param
+
+
+def vector(length: int, seed: int, shift: int = 0) -> Tensor:
+    """Random numbers of all sizes, that begin anywhere in a line of the cache."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(length + shift, generator=generator) * 10 ** torch.randn(length + shift, generator=generator)
+    return whole[shift:]
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_copy_is_whole_and_touches_nothing_else(length: int, around: bool, way: str) -> None:
+    for shift in range(18):
+        source, whole = vector(length, 1, shift % 5), torch.full((length + 40,), 7.0)
+        assert passes.copy_and_look(source, whole[shift : shift + length], around)
+        assert torch.equal(whole[shift : shift + length], source)
+        assert (whole[:shift] == 7).all()
+        assert (whole[shift + length :] == 7).all()
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_whatever_is_not_finite_is_seen_wherever_it_is(bad: float, around: bool, way: str) -> None:
+    for place in range(90):
+        source, target = torch.ones(93)[3:], torch.zeros(91)[1:]
+        source[place] = bad
+        assert not passes.copy_and_look(source, target, around)
+        assert torch.equal(target.view(torch.int32), source.view(torch.int32))
+
+
+@pytest.mark.parametrize("number", [3.4028234e38, -3.4028234e38, 1e-45, -0.0])
+def test_large_and_small_numbers_are_finite(number: float, way: str) -> None:
+    source, target = torch.full((100,), number), torch.zeros(100)
+    assert passes.copy_and_look(source, target)
+    assert torch.equal(target.view(torch.int32), source.view(torch.int32))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("written", ["nobody", "gradients", "others"])
+def test_a_step_is_torchs(length: int, count: int, written: str, way: str) -> None:
+    values = vector(length, 0, 3)
+    gradients = [vector(length, 1 + each, each) for each in range(count)]
+    total = gradients[0].clone()
+    for gradient in gradients[1:]:
+        total += gradient
+    expected = values.add(total, alpha=-0.3 / count)
+    others = [torch.zeros(length), torch.zeros(length)]
+    targets = {"nobody": [], "gradients": gradients, "others": others}[written]
+    before = [gradient.clone() for gradient in gradients]
+    passes.step(values, gradients, targets, -0.3 / count, torch.empty(length + 1))
+    assert all(torch.equal(each, expected) for each in (values, *targets))
+    if written != "gradients":
+        assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True)), "there was memory for the sum"
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_steps_on_each_are_torchs_one_after_the_other(length: int, count: int, way: str) -> None:
+    values = vector(length, 0, 1)
+    gradients = [vector(length, 1 + each, each) for each in range(count)]
+    rates = [-0.3 / (1 + each) for each in range(count)]
+    latest, expected = values, []
+    for gradient, rate in zip(gradients, rates, strict=True):
+        expected.append(latest := latest.add(gradient, alpha=rate))
+    passes.step_on_each(values, gradients, rates)
+    assert torch.equal(values, latest)
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+ODD = {
+    "with gaps": lambda: torch.randn(80)[::2],
+    "one for all": lambda: torch.tensor(2.0).expand(40),
+    "sign to be changed": lambda: torch.randn(40, dtype=torch.complex64).conj().imag,
+    "long floats": lambda: torch.randn(40, dtype=torch.float64),
+    "short floats": lambda: torch.randn(40, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_what_lies_otherwise_in_memory_is_left_to_torch(how: str, monkeypatch) -> None:
+    nobody = SimpleNamespace()  # has no function to call
+    monkeypatch.setattr(passes, "_passes", nobody)
+    odd, plain = ODD[how](), torch.ones(40)
+    target = torch.zeros(40)
+    assert passes.copy_and_look(odd, target)
+    assert torch.equal(target, odd.to(target.dtype))
+    passes.step(target, [plain, odd], [], 0.5, torch.zeros(40))
+    assert torch.allclose(target, odd.float() + 0.5 * (1 + odd.float()), atol=1e-2)
+    if how in ("long floats", "short floats"):
+        passes.step(target, [plain], [odd], 1.0, torch.zeros(40))
+        assert torch.equal(odd, target.to(odd.dtype)), "parameters that travel as halves are rounded"
+    with pytest.raises(AttributeError):
+        passes.copy_and_look(plain, target)
+
+
+@pytest.mark.skipif(not passes.are_compiled(), reason="there was no C compiler")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("copy_and_look", (0, 0, 0)),
+        ("copy_and_look", (0, 0, "many", False)),
+        ("step", (0, [], (), 0.1, 0)),
+        ("step", (0, (), ("here",), 0.1, 0)),
+        ("step", (0, (), (), None, 0)),
+        ("step_on_each", (0, (0, 0), (0.1,), 0)),
+        ("step_on_each", (0, (0,), ("fast",), 0)),
+        ("step_on_each", (0, (0,), [0.1], 0)),
+        ("step_on_each", ()),
+    ],
+)
+def test_wrong_arguments_are_refused(name: str, arguments: tuple[object, ...]) -> None:
+    with pytest.raises((TypeError, IndexError, ValueError, SystemError)):
+        getattr(passes._passes, name)(*arguments)
+
+
+def test_runs_join_what_lies_one_after_the_other() -> None:
+    entries = (Entry("a", (3,), 0), Entry("b", (4,), 0), Entry("c", (5,), 1), Entry("d", (PIECE,), 1))
+    layout = Layout(entries, "float32")
+    assert runs_of(layout.pieces(slice(0, 12), PIECE)) == [Run(0, 0, 0, 7), Run(2, 7, 7, 5)], "c is of another group"
+    assert runs_of(layout.pieces(((1, 4), (5, 7)), PIECE)) == [Run(0, 0, 1, 3), Run(2, 3, 5, 2)], "4 is another shard's"
+    whole = runs_of(layout.pieces(slice(7, 12 + PIECE), PIECE))
+    assert whole == [Run(0, 0, 7, 5), Run(1, 5, 12, PIECE)], "no longer than a piece may be"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_runs_are_stepped_as_pieces_are(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=6))
+    layout = Layout(tuple(Entry(str(number), (size,), group) for number, (size, group) in enumerate(sizes)), "float32")
+    cuts = sorted(data.draw(st.lists(st.integers(0, layout.numel), max_size=6)))
+    part = tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False) if a < b)
+    spec = parse("sgd:lr=0.1")
+    described = type(spec)(spec.name, (spec.groups[0], {**spec.groups[0], "lr": 0.7}))
+    length = sum(stop - start for start, stop in part)
+    whole, count = vector(layout.numel, 5), data.draw(st.integers(1, 3))
+    mine = torch.cat([torch.zeros(0), *(whole[start:stop] for start, stop in part)])
+    results = []
+    for by_run in (True, False):
+        optimizer = SliceOptimizer(layout, part, mine.clone(), described)
+        gradients = [optimizer.cut_from(vector(layout.numel, each)) for each in range(count)]
+        target = optimizer.cut(torch.zeros(length))
+        given = gradients if by_run else [list(gradient) for gradient in gradients]
+        optimizer.apply(given, 0.5, targets=[target])
+        assert torch.equal(torch.cat([torch.zeros(0), *target]), optimizer.values)
+        results.append(optimizer.values)
+    assert torch.equal(*results)
+    assert isinstance(target, Cut)
