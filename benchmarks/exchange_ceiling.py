@@ -31,10 +31,10 @@ import time
 
 import torch
 
-from paceline.runtime.live.worker.staging import AROUND, copy_and_look
+from paceline.runtime.live.worker.staging import AROUND
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import parse
-from paceline.tensors.passes import is_finite
+from paceline.tensors.passes import copy_and_look, is_finite
 from paceline.tensors.slices import PIECE, SliceOptimizer
 
 WORKERS = 4

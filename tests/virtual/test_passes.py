@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.tensors import passes
 from paceline.tensors.layout import Entry, Layout
 from paceline.tensors.optimizers import parse
+from paceline.tensors.passes import PART
 from paceline.tensors.slices import PIECE, Cut, Run, SliceOptimizer, runs_of
 
 LENGTHS = [0, 1, 3, 16, 17, 31, 64, 1000, 1023, 1024, 1025, 3 * 1024 + 7]
@@ -77,7 +78,7 @@ def test_a_step_is_torchs(length: int, count: int, written: str, way: str) -> No
     others = [torch.zeros(length), torch.zeros(length)]
     targets = {"nobody": [], "gradients": gradients, "others": others}[written]
     before = [gradient.clone() for gradient in gradients]
-    passes.step(values, gradients, targets, -0.3 / count, torch.empty(length + 1))
+    passes.step(values, gradients, targets, -0.3 / count, slice(0, length), torch.empty(length + 1))
     assert all(torch.equal(each, expected) for each in (values, *targets))
     if written != "gradients":
         assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True)), "there was memory for the sum"
@@ -92,9 +93,28 @@ def test_steps_on_each_are_torchs_one_after_the_other(length: int, count: int, w
     latest, expected = values, []
     for gradient, rate in zip(gradients, rates, strict=True):
         expected.append(latest := latest.add(gradient, alpha=rate))
-    passes.step_on_each(values, gradients, rates)
+    passes.step_on_each(values, gradients, rates, slice(0, length))
     assert torch.equal(values, latest)
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("where", [slice(0, 0), slice(3, 40), slice(3, 2 * PART + 17), slice(PART, 3 * PART)])
+@pytest.mark.parametrize("spoil", [False, True])
+def test_a_part_is_stepped_and_the_rest_left_alone(where: slice, spoil: bool, way: str) -> None:
+    values, gradients, target = vector(3 * PART, 0), [vector(3 * PART, 1), vector(3 * PART, 2)], vector(3 * PART, 3)
+    expected, shown = values.clone(), target.clone()
+    expected[where] = shown[where] = values[where].add(gradients[0][where] + gradients[1][where], alpha=-0.1)
+    others = [gradient.clone() for gradient in gradients]
+    passes.step(values, gradients, [target], -0.1, where, gradients[0] if spoil else torch.empty(PART))
+    assert torch.equal(values, expected)
+    assert torch.equal(target, shown)
+    gradients = [each.clone() for each in others]
+    expected = values.clone()
+    for gradient, other, rate in zip(gradients, others, (0.5, -0.25), strict=True):
+        expected[where] = other[where] = expected[where].add(gradient[where], alpha=rate)
+    passes.step_on_each(values, gradients, (0.5, -0.25), where)
+    assert torch.equal(values, expected)
+    assert all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
 
 
 ODD = {
@@ -114,10 +134,10 @@ def test_what_lies_otherwise_in_memory_is_left_to_torch(how: str, monkeypatch) -
     target = torch.zeros(40)
     assert passes.copy_and_look(odd, target)
     assert torch.equal(target, odd.to(target.dtype))
-    passes.step(target, [plain, odd], [], 0.5, torch.zeros(40))
+    passes.step(target, [plain, odd], [], 0.5, slice(0, 40), torch.zeros(40))
     assert torch.allclose(target, odd.float() + 0.5 * (1 + odd.float()), atol=1e-2)
     if how in ("long floats", "short floats"):
-        passes.step(target, [plain], [odd], 1.0, torch.zeros(40))
+        passes.step(target, [plain], [odd], 1.0, slice(0, 40), torch.zeros(40))
         assert torch.equal(odd, target.to(odd.dtype)), "parameters that travel as halves are rounded"
     with pytest.raises(AttributeError):
         passes.copy_and_look(plain, target)
@@ -148,8 +168,7 @@ def test_runs_join_what_lies_one_after_the_other() -> None:
     layout = Layout(entries, "float32")
     assert runs_of(layout.pieces(slice(0, 12), PIECE)) == [Run(0, 0, 0, 7), Run(2, 7, 7, 5)], "c is of another group"
     assert runs_of(layout.pieces(((1, 4), (5, 7)), PIECE)) == [Run(0, 0, 1, 3), Run(2, 3, 5, 2)], "4 is another shard's"
-    whole = runs_of(layout.pieces(slice(7, 12 + PIECE), PIECE))
-    assert whole == [Run(0, 0, 7, 5), Run(1, 5, 12, PIECE)], "no longer than a piece may be"
+    assert runs_of(layout.pieces(slice(7, 12 + PIECE), PIECE)) == [Run(0, 0, 7, 5 + PIECE)], "whatever its length"
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,13 +25,13 @@ from paceline.core.worker import Worker
 from paceline.optim import Optimizer
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.server.server import LiveServer
-from paceline.runtime.live.worker import staging
 from paceline.runtime.live.worker.worker import LiveWorker
+from paceline.tensors import passes
 
 WORKERS = 4
 WARM = 10
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "finite check": ((staging, "is_finite"),),
+    "finite check, with the copy it is part of": ((passes, "copy_and_look"),),
     "acknowledgements, deduplication": ((Worker, "handle"), (Shard, "handle")),
     "trace": ((TraceFile, "write"), (TraceFile, "flush")),
 }

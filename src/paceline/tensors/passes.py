@@ -3,8 +3,7 @@
 torch goes over them once for each operation: to copy a gradient and to look for NaN and Inf in it are two passes, to
 take a step and to write the new values to a worker two more. Compiled (`_passes.c`), each is one. What could not be
 compiled when paceline was installed, or does not lie in the processor's memory as 32-bit floats one after the other,
-torch does, with the same result to the last bit; for its sake whoever calls goes through memory part by part, so that
-the second pass finds the part in a cache.
+torch does, part by part, so that the second pass finds the part in a cache; with the same result to the last bit.
 """
 
 from __future__ import annotations
@@ -25,6 +24,13 @@ else:
         _passes = None
 
 
+PART = 1 << 18
+"""Elements that torch steps on at once: a megabyte in float32. Smaller parts fit the caches better, but then calling
+torch costs more than that saves."""
+AT_ONCE = 1 << 20
+"""And that it copies and looks at together: four megabytes, which a third-level cache holds."""
+
+
 def are_compiled() -> bool:
     """Whether there was a C compiler when paceline was installed."""
     return _passes is not None
@@ -40,40 +46,55 @@ def copy_and_look(source: Tensor, target: Tensor, around: bool = False) -> bool:
     """Copy, and say whether all that was copied is finite; `around` the caches, if the target is not read soon."""
     if _passes is not None and fits(source) and fits(target):
         return _passes.copy_and_look(target.data_ptr(), source.data_ptr(), target.numel(), around)
-    target.copy_(source)
-    return is_finite(target)
+    if target.numel() <= AT_ONCE:
+        target.copy_(source)
+        return is_finite(target)
+    finite = True
+    for part, values in zip(target.view(-1).split(AT_ONCE), source.reshape(-1).split(AT_ONCE), strict=True):
+        part.copy_(values)
+        finite &= is_finite(part)
+    return finite
 
 
 def is_finite(values: Tensor) -> bool:
     """Whether all values are: a sum is one pass, and only a sum that is not finite needs a second look."""
+    if values.numel() > AT_ONCE:
+        return all(map(is_finite, values.reshape(-1).split(AT_ONCE)))
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def step(values: Tensor, gradients: Sequence[Tensor], targets: Sequence[Tensor], rate: float, scratch: Tensor) -> None:
-    """Add `rate` times the sum of the gradients to the values, and write those to all targets.
+def step(
+    values: Tensor, gradients: Sequence[Tensor], targets: Sequence[Tensor], rate: float, where: slice, scratch: Tensor
+) -> None:
+    """There, add `rate` times the sum of the gradients to the values, and write those to all targets.
 
-    Targets may be among the gradients. If there are several gradients their sum may be written to `scratch`, which may
-    be the first of them.
+    Targets may be among the gradients. If there are several gradients their sum may need memory for a part, `scratch`,
+    which may be the first of them.
     """
     if _passes is not None and all(map(fits, (values, *gradients, *targets))):
-        where = tuple([gradient.data_ptr() for gradient in gradients]), tuple([target.data_ptr() for target in targets])
-        _passes.step(values.data_ptr(), *where, rate, values.numel())
+        _passes.step(address(values, where), addresses(gradients, where), addresses(targets, where), rate, size(where))
         return
-    values.add_(add_up(gradients, scratch), alpha=rate)
-    for target in targets:
-        target.copy_(values)
+    own = len(gradients) > 1 and scratch is gradients[0]
+    for at in range(where.start, where.stop, PART):
+        here = slice(at, min(at + PART, where.stop))
+        each = [gradient[here] for gradient in gradients]
+        new = values[here].add_(add_up(each, each[0] if own else scratch), alpha=rate)
+        for target in targets:
+            target[here].copy_(new)
 
 
-def step_on_each(values: Tensor, gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-    """Add `rate` times a gradient to the values, one after another; each is written over by the values after it."""
+def step_on_each(values: Tensor, gradients: Sequence[Tensor], rates: Sequence[float], where: slice) -> None:
+    """There, add `rate` times a gradient to the values, one after another; each is written over by the values after
+    it."""
     if _passes is not None and all(map(fits, (values, *gradients))):
-        where = tuple([gradient.data_ptr() for gradient in gradients])
-        _passes.step_on_each(values.data_ptr(), where, tuple(rates), values.numel())
+        _passes.step_on_each(address(values, where), addresses(gradients, where), tuple(rates), size(where))
         return
-    latest = values
-    for gradient, rate in zip(gradients, rates, strict=True):
-        latest = torch.add(latest, gradient, alpha=rate, out=gradient)
-    values.copy_(latest)
+    for at in range(where.start, where.stop, PART):
+        here = slice(at, min(at + PART, where.stop))
+        latest = values[here]
+        for gradient, rate in zip(gradients, rates, strict=True):
+            latest = torch.add(latest, gradient[here], alpha=rate, out=gradient[here])
+        values[here].copy_(latest)
 
 
 def add_up(pieces: Sequence[Tensor], where: Tensor) -> Tensor:
@@ -84,3 +105,15 @@ def add_up(pieces: Sequence[Tensor], where: Tensor) -> Tensor:
     for piece in pieces[2:]:
         total += piece
     return total
+
+
+def address(vector: Tensor, where: slice) -> int:
+    return vector.data_ptr() + 4 * int(where.start)
+
+
+def addresses(vectors: Sequence[Tensor], where: slice) -> tuple[int, ...]:
+    return tuple([address(vector, where) for vector in vectors])
+
+
+def size(where: slice) -> int:
+    return int(where.stop - where.start)

@@ -8,9 +8,9 @@ pieces that lie one after the other, each run in one pass over memory (`passes.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from paceline.tensors.layout import Layout, Part, Piece
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.tensors.steppers import SCALARS, AveragingStepper, Hyper, SGDStepper, State, Stepper
 
-PIECE = 1 << 18
-"""Elements of a piece at most: a megabyte in float32. Smaller ones fit the caches better, but then calling torch costs
-more than that saves."""
+T = TypeVar("T")
+
+PIECE = passes.PART
+"""Elements of a piece at most."""
 
 WORTH_A_THREAD = 1 << 18
 """Elements of a slice for each thread at least: waking one takes as long as it takes to step so many."""
@@ -70,6 +71,13 @@ class Run(NamedTuple):
     length: int
 
 
+class Share(NamedTuple):
+    """A part of a run, for one thread."""
+
+    run: int
+    where: slice
+
+
 class Cut(list[Tensor]):
     """The pieces of a vector, as views, and its runs."""
 
@@ -105,10 +113,16 @@ class SliceOptimizer:
                 AveragingStepper(stepper, average, extras.ema, extras.stretch)
                 for stepper, average in zip(self.steppers, averages, strict=True)
             ]
-        longest = max([*(piece.length for piece in self.pieces), *(run.length for run in self.runs)], default=0)
+        longest = max((min(passes.PART, len(values)), *(piece.length for piece in self.pieces)))
         self.threads = threads.for_elements(len(values))
         most = max(self.threads)
         self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in range(most)]
+        self.whole = [Share(number, slice(0, run.length)) for number, run in enumerate(self.runs)]
+        self.shares = [
+            Share(number, slice(at, min(at + PIECE, run.length)))
+            for number, run in enumerate(self.runs)
+            for at in range(0, run.length, PIECE)
+        ]
         self.is_plain = self._is_plain()
         """Plain SGD, and nothing else follows the values: a step goes by runs, and `apply_each` can be used."""
         self.pool = ThreadPoolExecutor(most - 1) if most > 1 else None
@@ -165,16 +179,17 @@ class SliceOptimizer:
         shown = [each.runs for each in targets if isinstance(each, Cut)]
         if self.is_plain and not missing and (len(lying), len(shown)) == (count, len(targets)):
 
-            def step_run(index: int, scratch: Tensor) -> None:
-                each, there = [runs[index] for runs in lying], [runs[index] for runs in shown]
+            def step_share(share: Share, scratch: Tensor) -> None:
+                run = share.run
+                each, there = [runs[run] for runs in lying], [runs[run] for runs in shown]
                 # Divided with the rate: one pass less over the gradient.
-                rate = -self._rate(index) * weight * self.pace.factor / count
-                passes.step(self.cuts.runs[index], each, there, rate, each[0] if spoil else scratch)
+                rate = -self._rate(run) * weight * self.pace.factor / count
+                passes.step(self.cuts.runs[run], each, there, rate, share.where, each[0] if spoil else scratch)
 
-            self._share(len(self.runs), step_run, threads)
+            self._share(self.shares if threads > 1 else self.whole, step_share, threads)
             return
 
-        def step(index: int, scratch: Tensor) -> None:
+        def step_piece(index: int, scratch: Tensor) -> None:
             stepper = self.steppers[index]
             if self.pieces[index].entry not in missing:
                 pieces = [gradient[index] for gradient in gradients]
@@ -182,7 +197,7 @@ class SliceOptimizer:
             for target in targets:
                 target[index].copy_(stepper.values)
 
-        self._share(len(self.pieces), step, threads)
+        self._share(range(len(self.pieces)), step_piece, threads)
 
     def apply_each(self, gradients: Sequence[Cut], weights: Sequence[float], all_wait: bool = False) -> None:
         """As `apply` on one gradient after the other, each its own target, but in one pass through memory.
@@ -195,26 +210,27 @@ class SliceOptimizer:
             self.pace.advance(1)
             factors.append(self.pace.factor)
 
-        def step(index: int, _: Tensor) -> None:
-            rate = -self._rate(index)
+        def step(share: Share, _: Tensor) -> None:
+            run, rate = share.run, -self._rate(share.run)
             rates = [rate * weight * factor for weight, factor in zip(weights, factors, strict=True)]
-            passes.step_on_each(self.cuts.runs[index], [gradient.runs[index] for gradient in gradients], rates)
+            passes.step_on_each(self.cuts.runs[run], [each.runs[run] for each in gradients], rates, share.where)
 
-        self._share(len(self.runs), step, self.threads.mean if all_wait else self.threads.single)
+        threads = self.threads.mean if all_wait else self.threads.single
+        self._share(self.shares if threads > 1 else self.whole, step, threads)
 
     def _rate(self, run: int) -> float:
         rate = self.steppers[self.runs[run].first].hyper["lr"]
         assert isinstance(rate, float | int)
         return rate
 
-    def _share(self, number: int, step: Callable[[int, Tensor], None], threads: int) -> None:
-        """Steps with these numbers, with memory for a piece or a run. Each thread takes the next: one woken late has
-        less to do, and all end together."""
-        left = iter(range(number))
+    def _share(self, parts: Iterable[T], step: Callable[[T, Tensor], None], threads: int) -> None:
+        """Step all these, with memory for one. Each thread takes the next: one woken late has less to do, and all end
+        together."""
+        left = iter(parts)
 
         def work(scratch: Tensor) -> None:
-            for index in left:
-                step(index, scratch)
+            for part in left:
+                step(part, scratch)
 
         others = [self.pool.submit(work, self.scratch[thread]) for thread in range(1, threads)] if self.pool else []
         work(self.scratch[0])
@@ -259,12 +275,12 @@ class SliceOptimizer:
 
 
 def runs_of(pieces: Sequence[Piece]) -> list[Run]:
-    """The pieces joined where they lie one after the other, are of one group, and are not too long."""
+    """The pieces joined where they lie one after the other and are of one group."""
     runs: list[Run] = []
     for number, piece in enumerate(pieces):
         if runs and pieces[number - 1].group == piece.group:
             first, offset, start, length = runs[-1]
-            if start + length == piece.start and length + piece.length <= PIECE:
+            if start + length == piece.start:
                 runs[-1] = Run(first, offset, start, length + piece.length)
                 continue
         runs.append(Run(number, piece.offset, piece.start, piece.length))

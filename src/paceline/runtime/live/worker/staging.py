@@ -20,11 +20,7 @@ from torch import Tensor
 
 from paceline.tensors import passes
 from paceline.tensors.layout import Layout, Part
-from paceline.tensors.passes import is_finite
 
-AT_ONCE = 1 << 20
-"""Elements that are copied and looked at together: four megabytes in float32, which a third-level cache holds.
-Smaller parts fit the caches better, but then calling torch costs more than it saves."""
 AROUND = 1 << 21
 """Parameters of a model whose gradients go around the caches: nothing of them would be there when the server reads."""
 
@@ -73,7 +69,7 @@ class Transfer:
                 if gradient is None:
                     view.zero_()
                 else:
-                    finite &= copy_and_look(gradient, view, self.around)
+                    finite &= passes.copy_and_look(gradient, view, self.around)
             return finite
         self.clear(index for index, gradient in enumerate(gradients) if gradient is None)
         self.put({index: gradient for index, gradient in enumerate(gradients) if gradient is not None})
@@ -88,7 +84,7 @@ class Transfer:
                 lane.enqueue(partial(self._copy_out, mine), mine.values())
             else:
                 for index, gradient in mine.items():
-                    self.looked[index] = copy_and_look(gradient, self.gradient[index], self.around)
+                    self.looked[index] = passes.copy_and_look(gradient, self.gradient[index], self.around)
 
     def _copy_out(self, gradients: Mapping[int, Tensor]) -> None:
         values = list(gradients.values())
@@ -140,30 +136,11 @@ def by_device(tensors: Mapping[int, Tensor]) -> dict[torch.device, list[int]]:
     return groups
 
 
-def copy_and_look(gradient: Tensor, view: Tensor, around: bool) -> bool:
-    """Copy a gradient to its place, part by part; whether it is finite."""
-    if view.numel() <= AT_ONCE:
-        return passes.copy_and_look(gradient, view, around)
-    finite = True
-    for values, part in zip(gradient.reshape(-1).split(AT_ONCE), view.view(-1).split(AT_ONCE), strict=True):
-        finite &= passes.copy_and_look(values, part, around)
-    return finite
-
-
-def are_finite(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether all of these are; they are looked at where they are."""
-    there = (each for each in gradients if each is not None)
-    return all(
-        all(map(is_finite, each.reshape(-1).split(AT_ONCE))) if each.numel() > AT_ONCE else is_finite(each)
-        for each in there
-    )
-
-
 def write_slice(gradients: Sequence[Tensor | None], segment: Tensor, layout: Layout, part: Part) -> None:
     """Write one shard's slice of a gradient once more."""
     flat = [None if gradient is None else gradient.reshape(-1) for gradient in gradients]
     starts = list(accumulate((entry.numel for entry in layout.entries), initial=0))
-    for piece in layout.pieces(part, AT_ONCE):
+    for piece in layout.pieces(part, layout.numel):
         there, gradient = segment[piece.start : piece.start + piece.length], flat[piece.entry]
         if gradient is None:
             there.zero_()

@@ -44,9 +44,10 @@ from paceline.runtime.live.worker.hands import Hands
 from paceline.runtime.live.worker.hindering import Hindrance
 from paceline.runtime.live.worker.overlap import Overlap
 from paceline.runtime.live.worker.segments import Segments
-from paceline.runtime.live.worker.staging import Transfer, are_finite
+from paceline.runtime.live.worker.staging import Transfer
 from paceline.runtime.live.worker.talking import Talk
 from paceline.tensors.layout import Layout
+from paceline.tensors.passes import is_finite
 from paceline.tensors.steppers import Hyper, State
 
 IDLE_S = 0.2
@@ -142,7 +143,7 @@ class LiveWorker(WorkerCarrier):
         if self.overlap is not None:
             finite = self.overlap.commit(gradients)
         elif self.talk.cargo is not None and self.talk.loosen(self.talk.cargo, gradients):
-            finite = are_finite(gradients)
+            finite = all(is_finite(gradient) for gradient in gradients if gradient is not None)
         else:
             finite = self.transfer.write(gradients)
         refusal = "" if finite else "the gradient is not finite"
