@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_AFTER
+from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_BEFORE
 
 from paceline import policies, session
 from paceline.core import spec
@@ -83,6 +85,9 @@ class Optimizer(torch.optim.Optimizer):
         self.raw_hyper: list[list[Any]] = []
         self.hyper: tuple[Hyper, ...] = ()
         if self.live is not None:
+            if self.live.has_servers:  # the inner one takes no steps, but whoever watches it is to see them
+                self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+                self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
             given = [tensor for group in self.param_groups for tensor in group["params"]]
             self.trained = [tensor for tensor in given if tensor.requires_grad]
             self.frozen = [tensor for tensor in given if not tensor.requires_grad]
@@ -120,6 +125,17 @@ class Optimizer(torch.optim.Optimizer):
 
         Without a closure the gradients must be there already, as after `loss.backward()`.
         """
+        watched: object = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        if not watched and self.live is not None and self.live.has_servers:
+            # Otherwise the inner one takes the step, and is watched.
+            watched = GLOBAL_BEFORE or GLOBAL_AFTER or torch._C._autograd._profiler_enabled()
+        return self._watched_step(closure) if watched else self._step(closure)
+
+    # torch wraps `step` of every optimizer class in what calls hooks and is seen in profiles, unless it is marked as
+    # wrapped already. That takes as long as a small exchange, so it is done where there is somebody to notice.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
@@ -128,6 +144,8 @@ class Optimizer(torch.optim.Optimizer):
             return self._step_live(self.live, closure)
         finally:
             torch.set_grad_enabled(before)
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _step_live(self, live: LiveWorker | LivePeer, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -241,9 +259,6 @@ class Optimizer(torch.optim.Optimizer):
             gradients = [tensor.grad for group in self.param_groups for tensor in group["params"]]
             torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], 1.0 / scale.item())
         return True
-
-    # torch wraps `step` of every optimizer class in a profiler range, unless it is marked as wrapped already.
-    step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """The state as the inner optimizer would have it; in a live run it is fetched from the servers, if any."""

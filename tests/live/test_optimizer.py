@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import paceline
 from tests.reference import largest_difference
@@ -242,3 +243,44 @@ def test_loading_state_after_wrapping_says_what_to_do(capfd) -> None:
     run = paceline.launch(work, workers=1)
     assert run.failures
     assert "load it into the torch optimizer, then wrap that" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["asp", "hop:graph=ring"])
+@pytest.mark.parametrize("whose", ["ours", "inner", "all"])
+def test_hooks_of_steps_are_called_once_for_each(whose: str, policy: str) -> None:
+    """Whoever takes the step: a server, or the inner optimizer."""
+
+    def work() -> None:
+        model, seen = tiny(), []
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        if whose == "inner":
+            inner.register_step_pre_hook(lambda *_: seen.append("before"))
+        opt = paceline.Optimizer(inner, model=model)
+        if whose == "inner":
+            inner.register_step_post_hook(lambda *_: seen.append("after"))
+        elif whose == "ours":
+            opt.register_step_pre_hook(lambda *_: seen.append("before"))
+            opt.register_step_post_hook(lambda *_: seen.append("after"))
+        else:
+            register_optimizer_step_pre_hook(lambda *_: seen.append("before"))
+            register_optimizer_step_post_hook(lambda *_: seen.append("after"))
+        for step in range(3):
+            opt.zero_grad()
+            model(batch(step)).pow(2).sum().backward()
+            opt.step()
+        assert seen == ["before", "after"] * 3
+
+    assert paceline.launch(work, workers=2, policy=policy).failures == []
+
+
+def test_a_profile_shows_the_steps() -> None:
+    def work() -> None:
+        model = tiny()
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        model(batch(0)).pow(2).sum().backward()
+        opt.step()
+        with torch.profiler.profile() as profile:
+            opt.step()
+        assert "Optimizer.step#Optimizer.step" in {event.key for event in profile.key_averages()}
+
+    assert paceline.launch(work, workers=1).failures == []

@@ -75,7 +75,9 @@ def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, A
     shared: list[float] = []
     theirs: dict[str, list[float]] = {}
     torn: list[float] = []
+    bandwidth = 0.0
     for number in range(rounds):
+        bandwidth = max(bandwidth, copy_bandwidth(params, workers))
         rate, floats = measure_paceline(mode, workers, options)
         ours.append(rate if mode == "asp" else 1000 * workers / rate)
         shared.append(floats)
@@ -90,7 +92,7 @@ def _row(mode: str, params: int, workers: int, rounds: int, options: dict[str, A
     faster = mode == "asp"
     ratio = value / max(medians.values()) if faster else min(medians.values()) / value
     unit = "pushes/s" if faster else "ms"
-    floor = _floor(mode, params, workers)
+    floor = _floor(mode, params, workers, bandwidth)
     unlocked = statistics.median(torn) if torn else None
     return Row(
         mode, params, workers, "shm", "float32", False, value, unit, medians, ratio, floor, unlocked, max(shared)
@@ -154,14 +156,13 @@ def held_in(folder: Path) -> int:
     return held
 
 
-def _floor(mode: str, params: int, workers: int) -> float:
+def _floor(mode: str, params: int, workers: int, bandwidth: float) -> float:
     """The best that memory allows, over the bandwidth of copies of such gradients on all cores.
 
     A push: copy the gradient in (read, write) and apply it (read it, read and write the parameters, write them back).
     For large models the parameters are read and written once for several pushes. An iteration under BSP: copy all
     gradients in, read them, read and write the parameters, which all read there.
     """
-    bandwidth = copy_bandwidth(params, workers)
     if mode == "asp":
         together = min(MOST, workers) if params >= WORTH_IT else 1
         return bandwidth / (4 * params * (4 + 2 / together))

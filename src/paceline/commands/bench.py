@@ -67,11 +67,16 @@ class BenchExchange:
             text = heading in ("mode", "peers", "unit", "wire")
             table.add_column(heading, justify="left" if text else "right", no_wrap=True)
         for row in rows:
-            others = ", ".join(f"{name} {value:.4g}" for name, value in row.peers.items())
+            others = ", ".join(f"{name} {_figure(value)}" for name, value in row.peers.items())
             last = (row.wire, "yes" if row.keys else "no") if over_tcp else (row.unit, f"{row.shared_floats:.1f} P")
-            figures = (f"{row.paceline:.4g}", f"{row.floor:.3g}", others, f"{row.ratio:.2f}x")
+            figures = (_figure(row.paceline), _figure(row.floor), others, f"{row.ratio:.2f}x")
             table.add_row(row.mode, f"{row.params:.0e}", *figures, *last)
         return table
+
+
+def _figure(value: float) -> str:
+    """Three digits, and whole numbers as they are."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @dataclass(kw_only=True)

@@ -37,9 +37,10 @@ def are_compiled() -> bool:
 
 
 def fits(vector: Tensor) -> bool:
-    """Whether its bytes are, one after the other, its numbers: others have gaps, are one number that stands for all, or
-    have their sign still to be changed."""
-    return vector.dtype is torch.float32 and vector.is_cpu and vector.is_contiguous() and not vector.is_neg()
+    """Whether its bytes are, one after the other, its numbers: others have gaps, are one number that stands for all,
+    have their sign still to be changed, or are no more than zeros that are nowhere."""
+    plain = type(vector) is Tensor and vector.dtype is torch.float32 and vector.is_cpu and vector.is_contiguous()
+    return plain and not (vector.is_neg() or vector._is_zerotensor())
 
 
 def copy_and_look(source: Tensor, target: Tensor, around: bool = False) -> bool:
