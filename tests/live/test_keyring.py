@@ -63,6 +63,7 @@ GOOD = to_line(KEYS)
         ("x" * 5000, "has more than 4096 bytes"),
         ("\x00\xff", "is not text"),
     ],
+    ids=lambda given: "text" if KEYS.client.public in given or OTHER.public in given else None,
 )
 def test_what_is_no_key_file_is_refused_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "run.key"
