@@ -74,6 +74,8 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self.param_groups = inner.param_groups
         self.state = inner.state
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         self.extras = read_options(options) if isinstance(options, str) else options
         self.pace = self.extras.pace()
         if overlap and self.extras.clip is not None:
@@ -85,9 +87,6 @@ class Optimizer(torch.optim.Optimizer):
         self.raw_hyper: list[list[Any]] = []
         self.hyper: tuple[Hyper, ...] = ()
         if self.live is not None:
-            if self.live.has_servers:  # the inner one takes no steps, but whoever watches it is to see them
-                self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
-                self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
             given = [tensor for group in self.param_groups for tensor in group["params"]]
             self.trained = [tensor for tensor in given if tensor.requires_grad]
             self.frozen = [tensor for tensor in given if not tensor.requires_grad]
@@ -125,10 +124,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Without a closure the gradients must be there already, as after `loss.backward()`.
         """
-        watched: object = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        if not watched and self.live is not None and self.live.has_servers:
-            # Otherwise the inner one takes the step, and is watched.
-            watched = GLOBAL_BEFORE or GLOBAL_AFTER or torch._C._autograd._profiler_enabled()
+        if self.live is None or not self.live.has_servers:
+            return self._step(closure)  # the inner one takes the step, and is watched
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or GLOBAL_BEFORE or GLOBAL_AFTER
+        watched = hooks or torch._C._autograd._profiler_enabled()
         return self._watched_step(closure) if watched else self._step(closure)
 
     # torch wraps `step` of every optimizer class in what calls hooks and is seen in profiles, unless it is marked as

@@ -245,8 +245,8 @@ def test_loading_state_after_wrapping_says_what_to_do(capfd) -> None:
     assert "load it into the torch optimizer, then wrap that" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("policy", ["asp", "hop:graph=ring"])
-@pytest.mark.parametrize("whose", ["ours", "inner", "all"])
+@pytest.mark.parametrize("policy", ["asp", "hop:graph=ring", "alone"])
+@pytest.mark.parametrize("whose", ["ours", "inner", "all", "ours and all"])
 def test_hooks_of_steps_are_called_once_for_each(whose: str, policy: str) -> None:
     """Whoever takes the step: a server, or the inner optimizer."""
 
@@ -258,19 +258,27 @@ def test_hooks_of_steps_are_called_once_for_each(whose: str, policy: str) -> Non
         opt = paceline.Optimizer(inner, model=model)
         if whose == "inner":
             inner.register_step_post_hook(lambda *_: seen.append("after"))
-        elif whose == "ours":
+        if whose.startswith("ours"):
             opt.register_step_pre_hook(lambda *_: seen.append("before"))
             opt.register_step_post_hook(lambda *_: seen.append("after"))
-        else:
-            register_optimizer_step_pre_hook(lambda *_: seen.append("before"))
-            register_optimizer_step_post_hook(lambda *_: seen.append("after"))
+        handles = []
+        if whose.endswith("all"):
+            handles.append(register_optimizer_step_pre_hook(lambda *_: seen.append("before all")))
+            handles.append(register_optimizer_step_post_hook(lambda *_: seen.append("after all")))
         for step in range(3):
             opt.zero_grad()
             model(batch(step)).pow(2).sum().backward()
             opt.step()
-        assert seen == ["before", "after"] * 3
+        for handle in handles:
+            handle.remove()
+        mine = ["before", "after"] if whose != "all" else []
+        every = ["before all", *mine, "after all"] if whose.endswith("all") else mine
+        assert seen == every * 3
 
-    assert paceline.launch(work, workers=2, policy=policy).failures == []
+    if policy == "alone":
+        work()
+    else:
+        assert paceline.launch(work, workers=2, policy=policy).failures == []
 
 
 def test_a_profile_shows_the_steps() -> None:

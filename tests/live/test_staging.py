@@ -69,6 +69,10 @@ def test_gradients_of_large_models_go_around_the_caches(size: int, around: bool,
     assert Transfer(tensors, views, views, {}).write(tensors)
     assert all(torch.equal(*pair) for pair in zip(tensors, views, strict=True))
     assert ways == [around] * 2, "the small tensor, too"
+    overlapping = Transfer(tensors, views, views, {})
+    overlapping.put(dict(enumerate(tensors)))
+    assert overlapping.finish()
+    assert ways == [around] * 4
 
 
 @pytest.mark.parametrize("how", ["with gaps", "one for all", "sign to be changed", "transposed"])

@@ -195,7 +195,8 @@ def test_describe_reads_every_group() -> None:
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("count", [1, 3])
-def test_threads_change_nothing(threads: int, count: int) -> None:
+@pytest.mark.parametrize("text", ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9"])
+def test_threads_change_nothing(text: str, threads: int, count: int) -> None:
     torch.manual_seed(0)
     shapes = [(4 * slices.PIECE + 5,), (7,), (slices.PIECE,)]
     layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
@@ -203,11 +204,12 @@ def test_threads_change_nothing(threads: int, count: int) -> None:
     results = []
     for wanted in (1, threads):
         part = slice(0, layout.numel)
-        ours = SliceOptimizer(layout, part, start.clone(), parse("sgd:lr=0.1,momentum=0.9"), Threads(wanted, wanted))
+        ours = SliceOptimizer(layout, part, start.clone(), parse(text), Threads(wanted, wanted))
         copies = [gradient.clone() for gradient in gradients]
         for _ in range(2):
             pieces = [ours.cut(copy) for copy in copies]
-            ours.apply(pieces, 1.0, [frozenset({1})] * count, targets=pieces)
+            absent = [] if text == "sgd:lr=0.1" else [frozenset({1})] * count
+            ours.apply(pieces, 1.0, absent, targets=pieces)
         results.append([ours.values, *copies])
         assert ours.threads == Threads(min(wanted, 5), min(wanted, 5))
         ours.close()
@@ -219,12 +221,13 @@ def test_threads_change_nothing(threads: int, count: int) -> None:
 @pytest.mark.parametrize("extras", ["", ",schedule=cosine(samples=40),batch=4"])
 def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: str) -> None:
     torch.manual_seed(0)
-    layout = Layout((Entry("a", (3 * slices.PIECE + 5,), 0), Entry("b", (7,), 0)), "float32")
+    layout = Layout((Entry("a", (3 * slices.PIECE + 5,), 0), Entry("b", (7,), 1)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
     weights = [0.25, 0.125, 1.0]
     results = []
     for together in (False, True):
         spec = parse("sgd:lr=0.1" + extras)
+        spec = msgspec.structs.replace(spec, groups=(*spec.groups, {**spec.groups[0], "lr": 0.7}))
         ours = SliceOptimizer(layout, slice(0, layout.numel), start.clone(), spec, Threads(threads, threads))
         assert ours.is_plain
         copies = [gradient.clone() for gradient in gradients]
@@ -235,9 +238,24 @@ def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: s
             for each, weight in zip(pieces, weights, strict=True):
                 ours.apply([each], weight, targets=[each])
         results.append([ours.values, *copies, torch.tensor(ours.pace.samples)])
+        assert not together or copies[0][-1] == results[0][1][-1] != start[-1], "the last is of the other group"
         ours.close()
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def test_gradients_that_were_kept_count_beside_those_that_lie_where_they_came() -> None:
+    layout = Layout((Entry("a", (5,), 0), Entry("b", (7,), 0)), "float32")
+    start, gradients = torch.randn(12), [torch.randn(12) for _ in range(3)]
+    results = []
+    for kept in ((), (1,), (0, 2)):
+        ours = SliceOptimizer(layout, slice(0, 12), start.clone(), parse("sgd:lr=0.1"))
+        cuts = [ours.cut(gradient) for gradient in gradients]
+        given = [[piece.clone() for piece in cut] if index in kept else cut for index, cut in enumerate(cuts)]
+        ours.apply(given, 1.0)
+        results.append(ours.values)
+    assert torch.allclose(results[0], start - 0.1 * sum(gradients) / 3)
+    assert all(torch.equal(results[0], other) for other in results)
 
 
 @pytest.mark.parametrize("text", ["adam:lr=0.1", "sgd:lr=0.1,momentum=0.9", "sgd:lr=0.1,ema=0.9"])

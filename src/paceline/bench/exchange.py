@@ -179,7 +179,10 @@ def copy_bandwidth(params: int, workers: int) -> float:
     def copy(first: int, around: bool) -> None:
         for _ in range(turns):
             for source, target in pairs[first::cores]:
-                passes.copy_and_look(source, target, around)
+                if around:
+                    passes.copy_and_look(source, target, around)
+                else:
+                    target.copy_(source)
 
     best = 0.0
     with ThreadPoolExecutor(cores) as threads:

@@ -1,32 +1,28 @@
 /* Passes over memory that torch would make twice: `passes.py` says what they are for, and checks what they are given.
 
 Addresses come as numbers, vectors are of 32-bit floats. Others may run Python meanwhile. Sums are in the order and with
-the roundings of torch's own operations: one rounding for `a + b * c` where the processor can, which compilers do by
-themselves if the target has it. */
+the roundings of torch's own operations where it has wide vectors: one for `a + b * c`. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define EXPONENT 0x7f800000u /* all of its bits are set in NaN and Inf, and only there */
 #define BLOCK 1024           /* floats that are looked at together: those of several vectors fit a first-level cache */
 
-/* Each body is compiled twice, for any processor and for those with wide vectors. */
 #if defined(__GNUC__) && defined(__x86_64__)
 #include <emmintrin.h>
-#define BODY static inline __attribute__((always_inline))
-#define WIDE __attribute__((target("avx2,fma")))
-#define IS_WIDE (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+#define LOOP __attribute__((target("avx2,fma"))) static /* `passes.py` asks torch whether the processor has these */
 #else
-#define BODY static inline
-#define WIDE
-#define IS_WIDE 0
+#define LOOP static
 #endif
 
-BODY int copy_body(uint32_t *restrict target, const uint32_t *restrict source, Py_ssize_t count) {
+/* Whether all that was copied is finite. */
+LOOP int copy(uint32_t *restrict target, const uint32_t *restrict source, Py_ssize_t count) {
     uint32_t odd = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         uint32_t bits = source[i];
@@ -34,16 +30,6 @@ BODY int copy_body(uint32_t *restrict target, const uint32_t *restrict source, P
         odd |= (bits & EXPONENT) == EXPONENT;
     }
     return !odd;
-}
-
-static int copy_anywhere(uint32_t *target, const uint32_t *source, Py_ssize_t count) {
-    return copy_body(target, source, count);
-}
-WIDE static int copy_wide(uint32_t *target, const uint32_t *source, Py_ssize_t count) {
-    return copy_body(target, source, count);
-}
-static int copy(uint32_t *target, const uint32_t *source, Py_ssize_t count) {
-    return IS_WIDE ? copy_wide(target, source, count) : copy_anywhere(target, source, count);
 }
 
 /* The same with stores that neither read what is there nor stay in a cache. */
@@ -70,8 +56,8 @@ static int copy_around(uint32_t *target, const uint32_t *source, Py_ssize_t coun
 }
 
 /* values += rate * (the sum of the gradients); the new values are written to all targets, too. */
-BODY void step_body(float *restrict values, const float *const *gradients, Py_ssize_t several, float *const *targets,
-                    Py_ssize_t writes, float rate, Py_ssize_t count) {
+LOOP void step_all(float *restrict values, const float *const *gradients, Py_ssize_t several, float *const *targets,
+                   Py_ssize_t writes, float rate, Py_ssize_t count) {
     float total[BLOCK];
     for (Py_ssize_t at = 0; at < count; at += BLOCK) {
         Py_ssize_t length = count - at < BLOCK ? count - at : BLOCK;
@@ -88,23 +74,14 @@ BODY void step_body(float *restrict values, const float *const *gradients, Py_ss
             sum = total;
         }
         for (Py_ssize_t i = 0; i < length; i++)
-            new[i] = new[i] + rate * sum[i];
+            new[i] = fmaf(rate, sum[i], new[i]);
         for (Py_ssize_t each = 0; each < writes; each++)
             memcpy(targets[each] + at, new, (size_t)length * sizeof(float));
     }
 }
 
-static void step_anywhere(float *values, const float *const *gradients, Py_ssize_t several, float *const *targets,
-                          Py_ssize_t writes, float rate, Py_ssize_t count) {
-    step_body(values, gradients, several, targets, writes, rate, count);
-}
-WIDE static void step_wide(float *values, const float *const *gradients, Py_ssize_t several, float *const *targets,
-                           Py_ssize_t writes, float rate, Py_ssize_t count) {
-    step_body(values, gradients, several, targets, writes, rate, count);
-}
-
 /* One gradient after the other; each is written over by the values after it. */
-BODY void each_body(float *restrict values, float *const *gradients, Py_ssize_t several, const float *rates,
+LOOP void step_each(float *restrict values, float *const *gradients, Py_ssize_t several, const float *rates,
                     Py_ssize_t count) {
     for (Py_ssize_t at = 0; at < count; at += BLOCK) {
         Py_ssize_t length = count - at < BLOCK ? count - at : BLOCK;
@@ -112,23 +89,14 @@ BODY void each_body(float *restrict values, float *const *gradients, Py_ssize_t 
         for (Py_ssize_t each = 0; each < several; each++) {
             float *gradient = gradients[each] + at, rate = rates[each];
             for (Py_ssize_t i = 0; i < length; i++)
-                gradient[i] = latest[i] + rate * gradient[i];
+                gradient[i] = fmaf(rate, gradient[i], latest[i]);
             latest = gradient;
         }
         memcpy(values + at, latest, (size_t)length * sizeof(float));
     }
 }
 
-static void each_anywhere(float *values, float *const *gradients, Py_ssize_t several, const float *rates,
-                          Py_ssize_t count) {
-    each_body(values, gradients, several, rates, count);
-}
-WIDE static void each_wide(float *values, float *const *gradients, Py_ssize_t several, const float *rates,
-                           Py_ssize_t count) {
-    each_body(values, gradients, several, rates, count);
-}
-
-/* From Python. */
+/* From Python. What fails has set an exception. */
 
 static int takes(const char *name, Py_ssize_t wanted, Py_ssize_t given) {
     if (wanted != given)
@@ -136,18 +104,59 @@ static int takes(const char *name, Py_ssize_t wanted, Py_ssize_t given) {
     return wanted == given;
 }
 
-/* The addresses in a tuple, and how many: to be freed; NULL with an exception set. */
-static void **addresses(PyObject *tuple, Py_ssize_t *several) {
+static int read_address(PyObject *number, void **found) {
+    *found = PyLong_AsVoidPtr(number);
+    if (PyErr_Occurred())
+        return 0;
+    if ((uintptr_t)*found % sizeof(float) != 0)
+        PyErr_SetString(PyExc_ValueError, "floats begin at a multiple of four");
+    return !PyErr_Occurred();
+}
+
+static int read_rate(PyObject *number, float *found) {
+    double given = PyFloat_AsDouble(number);
+    if (PyErr_Occurred())
+        return 0;
+    *found = (float)given;
+    if (isfinite(given) && !isfinite(*found))
+        PyErr_SetString(PyExc_OverflowError, "the learning rate is too large for a 32-bit float");
+    return !PyErr_Occurred();
+}
+
+static int read_count(PyObject *number, Py_ssize_t *found) {
+    *found = PyLong_AsSsize_t(number);
+    return !PyErr_Occurred();
+}
+
+/* Memory for one thing of each in a tuple, at least one, and how many there are; NULL if that is not to be had. */
+static void *room_for(PyObject *tuple, size_t each, Py_ssize_t *several) {
     if (!PyTuple_Check(tuple)) {
-        PyErr_SetString(PyExc_TypeError, "addresses come in a tuple");
+        PyErr_SetString(PyExc_TypeError, "several come in a tuple");
         return NULL;
     }
     *several = PyTuple_Size(tuple);
-    void **found = PyMem_Malloc((size_t)(*several ? *several : 1) * sizeof(void *));
-    if (found == NULL)
-        return (void **)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < *several; i++)
-        found[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
+    void *room = PyMem_Calloc((size_t)*several + 1, each);
+    return room == NULL ? PyErr_NoMemory() : room;
+}
+
+/* The addresses in a tuple, and how many: to be freed. */
+static void **read_addresses(PyObject *tuple, Py_ssize_t *several) {
+    void **found = room_for(tuple, sizeof(void *), several);
+    for (Py_ssize_t i = 0; found != NULL && i < *several; i++)
+        if (!read_address(PyTuple_GetItem(tuple, i), found + i)) {
+            PyMem_Free(found);
+            return NULL;
+        }
+    return found;
+}
+
+static float *read_rates(PyObject *tuple, Py_ssize_t wanted) {
+    Py_ssize_t several;
+    float *found = room_for(tuple, sizeof(float), &several);
+    if (found != NULL && several != wanted)
+        PyErr_SetString(PyExc_ValueError, "there is a rate for each gradient");
+    for (Py_ssize_t i = 0; found != NULL && !PyErr_Occurred() && i < several; i++)
+        read_rate(PyTuple_GetItem(tuple, i), found + i);
     if (PyErr_Occurred()) {
         PyMem_Free(found);
         return NULL;
@@ -156,12 +165,13 @@ static void **addresses(PyObject *tuple, Py_ssize_t *several) {
 }
 
 static PyObject *copy_and_look(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t number) {
-    if (!takes("copy_and_look", 4, number))
+    void *target, *source;
+    Py_ssize_t count;
+    if (!takes("copy_and_look", 4, number) || !read_address(given[0], &target) || !read_address(given[1], &source) ||
+        !read_count(given[2], &count))
         return NULL;
-    void *target = PyLong_AsVoidPtr(given[0]), *source = PyLong_AsVoidPtr(given[1]);
-    Py_ssize_t count = PyLong_AsSsize_t(given[2]);
     int around = PyObject_IsTrue(given[3]), finite;
-    if (PyErr_Occurred())
+    if (around < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
     finite = around ? copy_around(target, source, count) : copy(target, source, count);
@@ -170,25 +180,21 @@ static PyObject *copy_and_look(PyObject *Py_UNUSED(module), PyObject *const *giv
 }
 
 static PyObject *step(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t number) {
-    if (!takes("step", 5, number))
+    void *values, **gradients, **targets;
+    float rate;
+    Py_ssize_t count, several, writes;
+    if (!takes("step", 5, number) || !read_address(given[0], &values) || !read_rate(given[3], &rate) ||
+        !read_count(given[4], &count))
         return NULL;
-    float *values = PyLong_AsVoidPtr(given[0]);
-    float rate = (float)PyFloat_AsDouble(given[3]);
-    Py_ssize_t count = PyLong_AsSsize_t(given[4]), several, writes;
-    if (PyErr_Occurred())
+    if ((gradients = read_addresses(given[1], &several)) == NULL)
         return NULL;
-    void **gradients = addresses(given[1], &several);
-    if (gradients == NULL)
-        return NULL;
-    void **targets = addresses(given[2], &writes);
-    if (targets == NULL) {
+    if ((targets = read_addresses(given[2], &writes)) == NULL) {
         PyMem_Free(gradients);
         return NULL;
     }
     if (several > 0) {
         Py_BEGIN_ALLOW_THREADS;
-        (IS_WIDE ? step_wide : step_anywhere)(values, (const float *const *)gradients, several, (float *const *)targets,
-                                              writes, rate, count);
+        step_all(values, (const float *const *)gradients, several, (float *const *)targets, writes, rate, count);
         Py_END_ALLOW_THREADS;
     }
     PyMem_Free(gradients);
@@ -197,32 +203,24 @@ static PyObject *step(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ss
 }
 
 static PyObject *step_on_each(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t number) {
-    if (!takes("step_on_each", 4, number))
+    void *values, **gradients;
+    float *rates;
+    Py_ssize_t count, several;
+    if (!takes("step_on_each", 4, number) || !read_address(given[0], &values) || !read_count(given[3], &count))
         return NULL;
-    float *values = PyLong_AsVoidPtr(given[0]);
-    Py_ssize_t count = PyLong_AsSsize_t(given[3]), several;
-    if (PyErr_Occurred())
+    if ((gradients = read_addresses(given[1], &several)) == NULL)
         return NULL;
-    void **gradients = addresses(given[1], &several);
-    if (gradients == NULL)
+    if ((rates = read_rates(given[2], several)) == NULL) {
+        PyMem_Free(gradients);
         return NULL;
-    float *rates = PyMem_Malloc((size_t)(several ? several : 1) * sizeof(float));
-    if (rates == NULL)
-        PyErr_NoMemory();
-    else
-        for (Py_ssize_t i = 0; i < several && !PyErr_Occurred(); i++) {
-            PyObject *rate = PyTuple_GetItem(given[2], i); /* an exception if it is no tuple, or too short */
-            rates[i] = rate == NULL ? 0 : (float)PyFloat_AsDouble(rate);
-        }
-    if (!PyErr_Occurred() && several > 0) {
+    }
+    if (several > 0) {
         Py_BEGIN_ALLOW_THREADS;
-        (IS_WIDE ? each_wide : each_anywhere)(values, (float *const *)gradients, several, rates, count);
+        step_each(values, (float *const *)gradients, several, rates, count);
         Py_END_ALLOW_THREADS;
     }
     PyMem_Free(gradients);
     PyMem_Free(rates);
-    if (PyErr_Occurred())
-        return NULL;
     Py_RETURN_NONE;
 }
 

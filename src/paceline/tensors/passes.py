@@ -3,12 +3,14 @@
 torch goes over them once for each operation: to copy a gradient and to look for NaN and Inf in it are two passes, to
 take a step and to write the new values to a worker two more. Compiled (`_passes.c`), each is one. What could not be
 compiled when paceline was installed, or does not lie in the processor's memory as 32-bit floats one after the other,
-torch does, part by part, so that the second pass finds the part in a cache; with the same result to the last bit.
+torch does, part by part, so that the second pass finds the part in a cache. The numbers are the same to the last bit
+(but which NaN a NaN is).
 """
 
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ else:
         from paceline.tensors import _passes
     except ImportError:
         _passes = None
+    if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        _passes = None  # no wide vectors: torch rounds twice where it has them and rounds once
 
 
 PART = 1 << 18
@@ -32,7 +36,7 @@ AT_ONCE = 1 << 20
 
 
 def are_compiled() -> bool:
-    """Whether there was a C compiler when paceline was installed."""
+    """Whether there was a C compiler when paceline was installed, and the processor has wide vectors."""
     return _passes is not None
 
 
@@ -43,9 +47,13 @@ def fits(vector: Tensor) -> bool:
     return plain and not (vector.is_neg() or vector._is_zerotensor())
 
 
+def all_fit(vectors: Sequence[Tensor], where: slice) -> bool:
+    return all(fits(vector) and len(vector) >= where.stop for vector in vectors)
+
+
 def copy_and_look(source: Tensor, target: Tensor, around: bool = False) -> bool:
     """Copy, and say whether all that was copied is finite; `around` the caches, if the target is not read soon."""
-    if _passes is not None and fits(source) and fits(target):
+    if _passes is not None and source.shape == target.shape and fits(source) and fits(target):
         return _passes.copy_and_look(target.data_ptr(), source.data_ptr(), target.numel(), around)
     if target.numel() <= AT_ONCE:
         target.copy_(source)
@@ -72,7 +80,7 @@ def step(
     Targets may be among the gradients. If there are several gradients their sum may need memory for a part, `scratch`,
     which may be the first of them.
     """
-    if _passes is not None and all(map(fits, (values, *gradients, *targets))):
+    if _passes is not None and all_fit((values, *gradients, *targets), where):
         _passes.step(address(values, where), addresses(gradients, where), addresses(targets, where), rate, size(where))
         return
     own = len(gradients) > 1 and scratch is gradients[0]
@@ -87,7 +95,7 @@ def step(
 def step_on_each(values: Tensor, gradients: Sequence[Tensor], rates: Sequence[float], where: slice) -> None:
     """There, add `rate` times a gradient to the values, one after another; each is written over by the values after
     it."""
-    if _passes is not None and all(map(fits, (values, *gradients))):
+    if _passes is not None and all_fit((values, *gradients), where):
         _passes.step_on_each(address(values, where), addresses(gradients, where), tuple(rates), size(where))
         return
     for at in range(where.start, where.stop, PART):

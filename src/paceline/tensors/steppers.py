@@ -7,7 +7,6 @@ steps of weight 1/N forget as much as one step of weight 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -81,14 +80,6 @@ class SGDStepper:
         if hyper["momentum"]:
             gradient = self.remember(gradient, weight, hyper)
         self.values.add_(gradient, alpha=-hyper["lr"] * weight * self.pace.factor)
-
-    def step_on_each(self, gradients: Sequence[Tensor], weights: Sequence[float], factors: Sequence[float]) -> None:
-        """Plain steps on one after another, and each is written over by the values after it."""
-        rate: Any = self.hyper["lr"]
-        values = self.values
-        for gradient, weight, factor in zip(gradients, weights, factors, strict=True):
-            values = torch.add(values, gradient, alpha=-rate * weight * factor, out=gradient)
-        self.values.copy_(values)
 
     def is_plain(self) -> bool:
         """Whether a step is no more than the gradient, scaled."""
