@@ -131,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._watched_step(closure) if watched else self._step(closure)
 
     # torch wraps `step` of every optimizer class in what calls hooks and is seen in profiles, unless it is marked as
-    # wrapped already. That takes as long as a small exchange, so it is done where there is somebody to notice.
+    # wrapped already. Those are some twenty calls more, so it is done where there is somebody to notice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:

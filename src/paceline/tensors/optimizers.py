@@ -1,9 +1,8 @@
 """The optimizer lives on the server. It is built from a name and numbers, never from a pickle.
 
 `OptimizerSpec` describes a `torch.optim` optimizer: its class by name, from an allow-list (`kinds.py`), the
-hyper-parameters of each group, and what the servers do besides (`Extras`). `SliceOptimizer` steps one slice with it:
-torch's own code on views of the slice, so BSP equals single-process training to the last rounding. Elementwise
-optimizers take slices that begin and end anywhere within a tensor; the others take whole tensors.
+hyper-parameters of each group, and what the servers do besides (`Extras`). Slices are stepped with it (`slices.py`).
+Elementwise optimizers take slices that begin and end anywhere within a tensor; the others take whole tensors.
 """
 
 from __future__ import annotations

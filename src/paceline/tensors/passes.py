@@ -25,7 +25,7 @@ else:
     except ImportError:
         _passes = None
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        _passes = None  # no wide vectors: torch rounds twice where it has them and rounds once
+        _passes = None  # without wide vectors torch rounds twice where C rounds once
 
 
 PART = 1 << 18

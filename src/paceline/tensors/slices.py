@@ -89,8 +89,8 @@ class Cut(list[Tensor]):
 class SliceOptimizer:
     """One shard's slice of the parameters, and the optimizer that steps it.
 
-    It goes over the slice piece by piece, so that taking the mean of several gradients and stepping are one pass
-    through memory. A gradient is handed in cut into the same pieces (`cut`).
+    A gradient is handed in cut as the slice is (`cut`, `cut_from`), or, if it does not lie in one vector, as a list of
+    the same pieces.
     """
 
     def __init__(
