@@ -76,7 +76,7 @@ def play_one(policy: CentralPolicy, seed: int, servers: int = 3, faults: bool = 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 class TestEveryPolicy:
     def test_keeps_its_rules_on_three_shards_under_faults(self, policy: CentralPolicy) -> None:
-        for seed in range(80):
+        for seed in range(40):
             play_one(policy, seed)
 
     @pytest.mark.parametrize("servers", [1, 2, 4])
@@ -115,9 +115,9 @@ class TestMorePolicies:
     def test_keeps_its_rules_under_faults(self, text: str) -> None:
         policy = parse(text)
         assert isinstance(policy, CentralPolicy)
-        for seed in range(50):
+        for seed in range(30):
             play_one(policy, seed)
-        for seed in range(1000, 1008):
+        for seed in range(1000, 1004):
             play_one(policy, seed, servers=4)
 
     def test_a_run_can_be_played_again_from_its_trace(self, text: str) -> None:

@@ -160,13 +160,26 @@ def test_backup_beyond_the_workers_named_by_the_script_is_refused(tmp_path) -> N
     assert "extra may be from 0 to 1" in done.stderr.splitlines()[-1]
 
 
-def start_long_run() -> tuple[subprocess.Popen[str], list[int]]:
+ENDLESS = """
+import torch, paceline
+world = paceline.init()
+model = torch.nn.Linear(4, 2)
+opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy="ssp:staleness=3", model=model)
+while True:
+    opt.zero_grad()
+    model(torch.ones(3, 4)).pow(2).sum().backward()
+    opt.step()
+    if world.rank == 0 and opt.global_step % 20 == 0:
+        print(f"step {opt.global_step}", flush=True)
+"""
+
+
+def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that would go on for ever, once its workers are training; the driver and its processes."""
+    (folder / "endless.py").write_text(ENDLESS)
     driver = subprocess.Popen(
-        [*PACELINE, "run", "--workers", "2", "--servers", "2", "--cluster", "steady:compute_s=0.01",
-         "examples/digits.py", "--steps", "1000000"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        [*PACELINE, "run", "--workers", "2", "--servers", "2", "--cluster", "steady:compute_s=0.01", "endless.py"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert driver.stdout is not None
     # On a busy machine it may say first whom it waits for.
@@ -176,8 +189,8 @@ def start_long_run() -> tuple[subprocess.Popen[str], list[int]]:
     return driver, [int(child) for child in children]
 
 
-def test_ctrl_c_once_finishes_with_a_summary() -> None:
-    driver, children = start_long_run()
+def test_ctrl_c_once_finishes_with_a_summary(tmp_path) -> None:
+    driver, children = start_long_run(tmp_path)
     driver.send_signal(signal.SIGINT)
     out, err = driver.communicate(timeout=30)
     assert driver.returncode == 0, err
@@ -186,8 +199,8 @@ def test_ctrl_c_once_finishes_with_a_summary() -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_ctrl_c_twice_stops_at_once() -> None:
-    driver, children = start_long_run()
+def test_ctrl_c_twice_stops_at_once(tmp_path) -> None:
+    driver, children = start_long_run(tmp_path)
     for child in children[2:]:
         os.kill(child, signal.SIGSTOP)
     driver.send_signal(signal.SIGINT)
@@ -202,7 +215,7 @@ def test_ctrl_c_twice_stops_at_once() -> None:
 
 
 def test_when_the_driver_is_killed_nobody_stays(tmp_path) -> None:
-    driver, children = start_long_run()
+    driver, children = start_long_run(tmp_path)
     driver.kill()
     driver.communicate(timeout=30)
     deadline = time.monotonic() + 10

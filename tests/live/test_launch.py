@@ -75,7 +75,8 @@ def test_a_recorded_live_trace_replays_to_the_same_actions(policy: str) -> None:
 @pytest.mark.parametrize("policy", [*POLICIES, "scheduled", "elastic:lookahead=4"])
 def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     """3 workers, 2 servers: the others go on within 0.2 s, a new worker joins, the run ends."""
-    work = partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, 150, 0)
+    iterations = 110
+    work = partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, iterations, 0)
     plan = LivePlan(
         Members(3, 2),
         function_starter(work),
@@ -114,11 +115,12 @@ def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     pauses = [later - earlier for earlier, later in pairwise(answered)]
     assert max(pauses) < 0.3, "nobody waits for the dead"
     # Under Backup a worker that is late may adopt the last iteration's successor.
-    assert min(max(done_by(run, 0)), max(done_by(run, 2))) >= (145 if policy.startswith("backup") else 149)
-    assert len(done_by(run, 1)) < 150
+    last = iterations - (5 if policy.startswith("backup") else 1)
+    assert min(max(done_by(run, 0)), max(done_by(run, 2))) >= last
+    assert len(done_by(run, 1)) < iterations
     joined = done_by(run, 1, incarnation=1)
     assert joined[0] > 20, "it starts where the others are"
-    assert joined[-1] >= (145 if policy.startswith("backup") else 149)
+    assert joined[-1] >= last
     assert run.failures == []
 
 
@@ -171,7 +173,7 @@ def test_relaxed_policies_reach_the_target_sooner_than_bsp() -> None:
     times = {}
     for policy in POLICIES:
         run = train_job_live(
-            job(policy, 4, 2, "random-slowdown:factor=6,compute_s=0.015", iterations=2000, target="accuracy=0.8")
+            job(policy, 4, 2, "random-slowdown:factor=6,compute_s=0.01", iterations=2000, target="accuracy=0.75")
         )
         times[policy] = run.time_to_target_s
     assert None not in times.values(), times

@@ -16,9 +16,9 @@ FLOAT64 = [*FLOAT32, "adam:lr=0.002", "adamw:lr=0.002,weight_decay=0.05"]
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", FLOAT32)
 def test_bsp_equals_single_process_in_float32(servers: int, optimizer: str) -> None:
-    alone = train_alone("digits-mlp", 4, 100, optimizer, torch.float32)
+    alone = train_alone("digits-mlp", 4, 60, optimizer, torch.float32)
     for cluster in DELAYS:
-        run = simulate(policy="bsp", workers=4, servers=servers, cluster=cluster, iterations=100, optimizer=optimizer)
+        run = simulate(policy="bsp", workers=4, servers=servers, cluster=cluster, iterations=60, optimizer=optimizer)
         assert largest_difference(run.parameters, alone) < 1e-5, cluster
 
 

@@ -102,15 +102,15 @@ def test_a_crash_is_noticed_after_detect_s_and_releases_those_who_wait() -> None
     assert released == [pytest.approx(0.3505)]
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
-def test_under_6x_random_slowdown_a_relaxed_policy_reaches_the_target_sooner_than_bsp(policy: str) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+def test_under_6x_random_slowdown_relaxed_policies_reach_the_target_sooner_than_bsp(seed: int) -> None:
     arguments = {"workers": 8, "servers": 2, "cluster": "random-slowdown:factor=6", "target": "accuracy=0.9"}
-    for seed in (0, 1):
-        bsp = simulate(policy="bsp", **arguments, seed=seed)
-        other = simulate(policy=policy, **arguments, seed=seed)
-        assert bsp.time_to_target_s is not None
-        assert other.time_to_target_s is not None
-        assert other.time_to_target_s < 0.85 * bsp.time_to_target_s
+    times = {policy: simulate(policy=policy, **arguments, seed=seed).time_to_target_s for policy in POLICIES}
+    bsp = times.pop("bsp")
+    assert bsp is not None
+    for policy, time_s in times.items():
+        assert time_s is not None, policy
+        assert time_s < 0.85 * bsp, policy
 
 
 def test_history_and_summary_have_what_the_documents_promise() -> None:

@@ -15,6 +15,7 @@ from paceline import cli, simulate, workloads
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.virtual.gradients import Batched, Gradients, OneByOne
 from paceline.tensors.layout import flatten, layout_of
+from paceline.workloads import digits
 from paceline.workloads.base import Workload
 
 LEARNS = {"digits-mlp": 0.85, "digits-cnn": 0.9, "svm": 0.7}
@@ -24,6 +25,24 @@ LEARNS = {"digits-mlp": 0.85, "digits-cnn": 0.9, "svm": 0.7}
 @pytest.fixture(autouse=True)
 def no_data_folder(monkeypatch) -> None:
     monkeypatch.delenv("PACELINE_DATA", raising=False)
+
+
+def test_the_digits_are_those_of_scikit_learn(monkeypatch) -> None:
+    from_file = digits.load_digits()
+    monkeypatch.setattr(digits, "FILE", "nowhere")
+    from_sklearn = digits.load_digits()
+    for ours, theirs in zip(from_file, from_sklearn, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    (images, labels), (test_images, _) = from_file
+    assert len(images) + len(test_images) == 1797
+    assert images.max() == 1.0
+    assert labels.unique().tolist() == list(range(10))
+
+
+def test_without_scikit_learn_there_are_no_digits_and_one_line_says_so(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[data\]'"):
+        digits.load_digits()
 
 
 @pytest.mark.parametrize("name", LEARNS)
