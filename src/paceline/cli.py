@@ -58,6 +58,8 @@ COMMANDS: dict[str, Any] = {
     "graph": Graph,
     "doctor": Doctor,
 }
+PLAINLY = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+"""What is not given need not be said: no `--json None`, no `--no-durable`."""
 DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for whom is a policy."
 
 
@@ -119,7 +121,7 @@ def read(arguments: list[str]) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             return tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, prog="paceline", description=DESCRIPTION, args=arguments
+                COMMANDS, prog="paceline", description=DESCRIPTION, args=arguments, config=PLAINLY
             )
     except SystemExit as stop:
         if stop.code in (0, None):

@@ -100,12 +100,14 @@ def test_policies_and_doctor(capsys) -> None:
         assert word in out
 
 
-@pytest.mark.parametrize("command", ["", "compare", "simulate", "run", "policies", "doctor"])
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
 def test_help_teaches(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.run([*command.split(), "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
+    for word in ("None", "False", "--no-"):
+        assert word not in out, "what holds if nothing is said is said in words"
     if command in ("compare", "simulate", "run"):
         assert f"paceline {command}" in out
         assert "ssp:staleness=3" in out

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from paceline.api import check_count
 from paceline.bench import exchange, safety, straggler, tcp_exchange
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Outputs
 from paceline.commands.screen import console
 from paceline.errors import ConfigError
 from paceline.run import write_whole
@@ -39,7 +39,7 @@ class BenchExchange:
     """Interleaved rounds; the median counts."""
     transport: Literal["shm", "tcp"] = "shm"
     """Through shared memory, or over TCP on the loopback: as floats are, with keys (CURVE), and as bfloat16."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:
@@ -99,7 +99,7 @@ class BenchStraggler:
     """Rounds with different seeds; the median counts."""
     seed: int = 0
     """Of the first round."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:
@@ -142,7 +142,7 @@ class BenchSafety:
     """How long a worker computes."""
     iterations: int = 200
     """Of each of 4 workers."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.api import check_count
 from paceline.bench import gradients
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Outputs
 from paceline.commands.screen import console
 from paceline.run import write_whole
 
@@ -33,7 +33,7 @@ class BenchGradients:
     """Gradients computed together."""
     rounds: int = 15
     """Interleaved rounds; the fastest of each counts."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.api import check_count
 from paceline.bench import peer_exchange
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Outputs
 from paceline.commands.screen import console
 from paceline.run import write_whole
 
@@ -35,7 +35,7 @@ class BenchPeers:
     """How far ahead of a neighbour a peer may be: what memory is allowed depends on it."""
     rounds: int = 5
     """Interleaved rounds; the median counts."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.api import check_count
 from paceline.bench import simulator
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Outputs
 from paceline.commands.screen import console
 from paceline.run import write_whole
 
@@ -27,7 +27,7 @@ class BenchSimulator:
     """How many workers, one after the other."""
     rounds: int = 3
     """Rounds of each; the best counts."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:

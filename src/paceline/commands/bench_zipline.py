@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.api import check_count
 from paceline.bench import zipline
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Outputs
 from paceline.commands.screen import console
 from paceline.run import write_whole
 
@@ -35,7 +35,7 @@ class BenchZipline:
     """Interleaved rounds; medians are compared."""
     seed: int = 0
     """Of the workers' speeds."""
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
 
     def main(self) -> int:

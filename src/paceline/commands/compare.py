@@ -10,7 +10,7 @@ import tyro
 
 from paceline import policies
 from paceline.api import Job, check_servers_used, simulate_job, train_job_live
-from paceline.commands.options import Training
+from paceline.commands.options import Flag, Training
 from paceline.commands.screen import Watching, console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.errors import ConfigError
 from paceline.run import Run
@@ -25,7 +25,7 @@ class Compare(Training):
 
     policies: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Policies as text: bsp, asp, ssp:staleness=3, backup:extra=1 (`paceline policies` lists them)."""
-    live: bool = False
+    live: Flag = False
     """Run in real processes on this machine, with the scenario's slowdowns as sleeps, instead of virtual time."""
 
     def main(self) -> int:

@@ -11,7 +11,7 @@ import tyro
 
 from paceline import graphs
 from paceline.api import check_count
-from paceline.commands.options import check_file
+from paceline.commands.options import File, Maybe, check_file
 from paceline.commands.screen import console, count
 from paceline.core.topology import UNIFORM, distances, neighbours, sides, unevenness
 from paceline.errors import ConfigError
@@ -36,9 +36,9 @@ class Graph:
     ] = ""
     workers: int = 16
     """How many peers."""
-    machines: str | None = None
+    machines: Maybe[str] = None
     """How many peers each machine has, as 4:2:2, for hierarchical graphs. In a live run these are the hosts."""
-    svg: str | None = None
+    svg: File = None
     """Write the drawing as SVG to this file."""
 
     def main(self) -> int:

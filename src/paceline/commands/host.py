@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from paceline import rundir
 from paceline.api import check_count
 from paceline.commands.hosts import read_ports, warn_insecure
+from paceline.commands.options import Flag, Maybe
 from paceline.commands.run import Live, check_script
 from paceline.commands.screen import console
 from paceline.errors import ConfigError, PacelineError
@@ -47,17 +48,17 @@ class Host(Live):
 
     workers: int = 1
     """How many processes run the script on each node."""
-    spread_servers: bool = False
+    spread_servers: Flag = False
     """Servers run on all nodes, not only on the first."""
-    interface: str | None = None
+    interface: Maybe[str] = None
     """The network between the nodes, as eth1; if none, the one by which the first node is reached."""
-    advertise: str | None = None
+    advertise: Maybe[str] = None
     """The address of the first node that the others are to use, if it is not its interface's."""
-    ports: str | None = None
+    ports: Maybe[str] = None
     """The ports that may be used, as 7000-7016: the first is the driver's, the others are for servers."""
     wire: str = "float32"
     """How floats travel to other nodes: float32, bfloat16 or float16 (gradients with error feedback)."""
-    insecure: bool = False
+    insecure: Flag = False
     """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
 
     def main(self, script: list[str], resume: Path | None = None) -> int:

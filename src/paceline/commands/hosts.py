@@ -12,6 +12,7 @@ import tyro
 from rich.text import Text
 
 from paceline.api import check_count
+from paceline.commands.options import File, Flag, Maybe
 from paceline.commands.run import Live, check_script
 from paceline.commands.screen import console, count
 from paceline.errors import ConfigError
@@ -41,13 +42,13 @@ class Serve(Live):
     """The run begins when so many have joined."""
     bind: str = "tcp://0.0.0.0:7000"
     """Where to listen for those who join. Servers take ports of their own (--ports)."""
-    advertise: str | None = None
+    advertise: Maybe[str] = None
     """The address of this machine that others are to use, if it is not the one it listens on."""
-    ports: str | None = None
+    ports: Maybe[str] = None
     """The ports servers may take, and peers on each machine, as 7001-7016; any free ones if none."""
     key_file: str = "paceline.key"
     """Where the run's key is written (mode 0600)."""
-    insecure: bool = False
+    insecure: Flag = False
     """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
     wire: str = "float32"
     """How floats travel to other machines: float32, bfloat16 or float16 (gradients with error feedback)."""
@@ -100,11 +101,11 @@ class Join:
 
     address: Annotated[str, tyro.conf.Positional]
     """Where the run is, as `paceline serve` says."""
-    key_file: str | None = None
+    key_file: File = None
     """The run's key file."""
     workers: int = 1
     """How many processes run the script here."""
-    insecure: bool = False
+    insecure: Flag = False
     """Join a run that has no keys."""
     patience_s: float = 60.0
     """Give up when nothing is heard of the run for so long."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from paceline.commands.options import Folder, Maybe
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ class RayOptions:
     """spread: over as many nodes as there are; pack: on as few as possible."""
     place_timeout_s: float = 60.0
     """Give up if the cluster has no room for so long. One that grows by itself may need minutes."""
-    working_dir: str | None = None
+    working_dir: Folder = None
     """A folder Ray brings to all nodes, in which the script runs; without one the script must be at the same path
     on all nodes."""
-    ports: str | None = None
+    ports: Maybe[str] = None
     """The ports servers may take on their nodes, as 7001-7016; any free ones if none."""
     wire: str = "float32"
     """How floats travel between nodes: float32, bfloat16 or float16 (gradients with error feedback)."""

@@ -6,7 +6,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import tyro
 
 from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
@@ -14,6 +16,13 @@ from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
 from paceline.tensors.layout import EPS
+
+T = TypeVar("T")
+Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
+"""An option that need not be given; its help says what holds then."""
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
 def check_file(option: str, name: str | None) -> None:
@@ -31,11 +40,11 @@ def check_file(option: str, name: str | None) -> None:
 class Outputs:
     """Where results are written. Files appear whole or not at all."""
 
-    json: str | None = None
+    json: File = None
     """Write the results as JSON to this file."""
-    report: str | None = None
+    report: File = None
     """Write an HTML report to this file: curves, worker lanes, who waited for whom."""
-    chrome: str | None = None
+    chrome: File = None
     """Write a timeline to this file; it opens in Perfetto and chrome://tracing."""
 
     def check(self) -> None:
@@ -74,20 +83,20 @@ class Training(Outputs):
     bandwidth; a scenario.toml; or one of paceline's own, as spot-instances (`paceline scenarios` lists them)."""
     workers: int = 8
     """How many workers compute gradients."""
-    servers: int | None = None
+    servers: Maybe[int] = None
     """How many servers the parameters are sliced over (1; none under policies without servers, as hop)."""
-    target: str | None = None
+    target: Maybe[str] = None
     """Stop when this is reached: accuracy=0.95 or loss=0.1. Missing it is a result, not an error."""
-    iterations: int | None = None
+    iterations: Maybe[int] = None
     """Iterations of each worker at most (200; 2000 with a target)."""
-    optimizer: str | None = None
+    optimizer: Maybe[str] = None
     """The optimizer on the servers, as sgd:lr=0.1,momentum=0.9 or adam:lr=0.001; the workload's own if none. Besides
     its own parameters: clip=1, ema=0.999, stretch=true, schedule=cosine(samples=60000) (docs/optimizers.md)."""
-    batch: int | None = None
+    batch: Maybe[int] = None
     """Samples per worker and iteration; the workload's own if none."""
     seed: int = 0
     """Equal seeds give equal runs, to the byte."""
-    by_layer: bool = False
+    by_layer: Flag = False
     """Workers read and push layer by layer, with a server for each layer (virtual time)."""
     slicing: str = EPS
     """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each

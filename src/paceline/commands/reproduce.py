@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.api import check_count
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Flag, Outputs
 from paceline.commands.screen import console
 from paceline.errors import ConfigError
 from paceline.reproductions import CATALOGUE, find
@@ -36,9 +36,9 @@ class Reproduce:
     name: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help=f"One of: {', '.join(CATALOGUE)}.")
     ] = ""
-    list: tyro.conf.FlagCreatePairsOff[bool] = False
+    list: Flag = False
     """List the names, with paper and claim, and stop."""
-    json: str | None = None
+    json: File = None
     """Write rows and claims as JSON to this file."""
     seed: int = 0
     """Equal seeds give equal results, to the byte."""

@@ -14,7 +14,7 @@ from paceline.api import check_count, check_live
 from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
 from paceline.commands.on_ray import RayOptions
-from paceline.commands.options import Outputs
+from paceline.commands.options import File, Flag, Folder, Maybe, Outputs
 from paceline.commands.screen import console, show_table, size_of, tell_evaluated, tell_result, tell_slices
 from paceline.core.policy import PeerPolicy
 from paceline.errors import ConfigError, PacelineError
@@ -37,35 +37,35 @@ class Live(Outputs):
 
     workers: int = 2
     """How many processes run the script."""
-    servers: int | None = None
+    servers: Maybe[int] = None
     """How many servers the parameters are sliced over (1; none under a policy without servers, as hop)."""
     slicing: str = EPS
     """How: eps, equal slices; key-range, whole tensors, as many for each server, as in ps-lite."""
-    policy: str | None = None
+    policy: Maybe[str] = None
     """Who waits for whom; beats the policy in the script (bsp if neither says)."""
-    cluster: str | None = None
+    cluster: Maybe[str] = None
     """Slow the workers down as this scenario says: a text as for `compare`, or a scenario.toml."""
-    target: str | None = None
+    target: Maybe[str] = None
     """End the run when the script logs this: accuracy=0.95 or loss=0.1."""
     seed: int = 0
     """Of the injected slowdowns."""
-    dir: str | None = None
+    dir: Folder = None
     """The folder the run leaves; runs/TIME-SCRIPT if none."""
-    checkpoint_updates: int | None = None
+    checkpoint_updates: Maybe[int] = None
     """Checkpoint every so many updates; also at the end."""
-    checkpoint_s: float | None = None
+    checkpoint_s: Maybe[float] = None
     """Checkpoint every so many seconds; also at the end."""
-    durable: bool = False
+    durable: Flag = False
     """Servers log every push before they answer it: what is acknowledged survives kill -9 (docs/durability.md)."""
-    durable_fsync: bool = False
+    durable_fsync: Flag = False
     """The same, and wait for the disk each time: it survives a power failure too."""
     restarts: int = 0
     """Start failed or killed workers again, so many times in all; then go on without them."""
-    abort: bool = False
+    abort: Flag = False
     """End the run when a worker fails that is not restarted."""
-    hang_timeout_s: float | None = None
+    hang_timeout_s: Maybe[float] = None
     """Kill a worker that waits for nobody and has not pushed for so long."""
-    timeout_s: float | None = None
+    timeout_s: Maybe[float] = None
     """Give up after so many seconds."""
 
     def run(self, script: list[str], resume: Path | None) -> int:
@@ -174,7 +174,7 @@ class Run(Live):
     script's. The run leaves a folder: configuration, metrics, trace, model.safetensors, checkpoints.
     """
 
-    on: Literal["ray"] | None = None
+    on: Maybe[Literal["ray"]] = None
     """Where: on this machine if nothing is said; ray, on a Ray cluster."""
     ray: Annotated[RayOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=RayOptions)
 
@@ -224,9 +224,9 @@ class Resume:
 
     dir: Annotated[str, tyro.conf.Positional]
     """The folder of the run."""
-    workers: int | None = None
+    workers: Maybe[int] = None
     """Another number of workers."""
-    servers: int | None = None
+    servers: Maybe[int] = None
     """Another number of servers: the parameters are sliced anew."""
 
     def main(self) -> int:
@@ -297,7 +297,7 @@ class Report:
 
     dirs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Folders of runs; several are compared."""
-    out: str | None = None
+    out: File = None
     """The file to write; report.html in the first folder if none."""
 
     def main(self) -> int:
