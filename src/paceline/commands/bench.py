@@ -52,8 +52,7 @@ class BenchExchange:
         for line in (*tcp_exchange.cost_of_keys(rows), *exchange.without_a_lock(rows)):
             _say(line)
         if not passes.are_compiled():
-            _say("paceline was installed without a C compiler, or this processor has no AVX2, so it is slower:")
-            _say("with a compiler, pip install --force-reinstall --no-cache-dir --no-deps paceline")
+            _say(passes.NOT_COMPILED)
         if self.json is not None:
             data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
             _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")

@@ -21,6 +21,7 @@ from paceline.commands.screen import console
 from paceline.core.spec import describe_range, text_fields, write_value
 from paceline.policies import CATALOGUE
 from paceline.runtime.live import memory
+from paceline.tensors import passes
 from paceline.workloads import CATALOGUE as WORKLOADS
 from paceline.workloads.fashion import ADVICE, FOLDER
 from paceline.workloads.files import find, folders
@@ -91,10 +92,11 @@ class Doctor:
     def rows(self) -> list[tuple[str, str]]:
         shared = shutil.disk_usage(memory.base_folder())
         rows = [("paceline", __version__), ("python", platform.python_version()), ("system", platform.platform())]
-        for package in ("torch", "numpy", "msgspec", "safetensors", "tyro", "rich", "networkx"):
+        for package in ("torch", "numpy", "msgspec", "safetensors", "tyro", "rich", "networkx", "pyzmq"):
             rows.append((package, importlib.metadata.version(package)))
         digits = importlib.util.find_spec("sklearn") is not None
         fashion = find("train-images-idx3-ubyte", folders(FOLDER)) is not None
+        left = memory.stale()
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         rows += [
             ("cores", str(os.cpu_count())),
@@ -102,9 +104,11 @@ class Doctor:
             ("shared memory", f"{memory.base_folder()}, {shared.free / 1e9:.1f} of {shared.total / 1e9:.1f} GB free"),
             ("virtual runs", "yes"),
             ("live runs", "yes" if hasattr(os, "pidfd_open") else "no: they need Linux 5.3 or newer (pidfd)"),
+            ("loops in C", "yes" if passes.are_compiled() else f"no: {passes.NOT_COMPILED}"),
+            ("runs on ray", "yes" if importlib.util.find_spec("ray") else "no: pip install 'paceline[ray]'"),
             ("fashion data", "yes" if fashion else f"no: {ADVICE}"),
             ("digits data", "yes" if digits else "no: pip install 'paceline[data]'"),
             ("workloads", ", ".join(WORKLOADS)),
-            ("left by killed runs (removed at the next)", ", ".join(map(str, memory.stale())) or "nothing"),
+            ("left by killed runs", f"{', '.join(map(str, left))}: removed at the next" if left else "nothing"),
         ]
         return rows

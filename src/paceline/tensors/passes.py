@@ -33,6 +33,10 @@ PART = 1 << 18
 torch costs more than that saves."""
 AT_ONCE = 1 << 20
 """And that it copies and looks at together: four megabytes, which a third-level cache holds."""
+NOT_COMPILED = (
+    "paceline was installed without a C compiler, or this processor has no AVX2, so it is slower; "
+    "with a compiler: pip install --force-reinstall --no-cache-dir --no-deps paceline"
+)
 
 
 def are_compiled() -> bool:
