@@ -96,7 +96,7 @@ def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]
         while not (finished := set(table.finished())) >= touched or not reached(driver):
             assert driver.live_workers(), f"the run ended; not finished: {touched - finished}"
             time.sleep(0.01)
-        driver.interrupts = 1
+        driver.interrupts.count = 1
 
     killer = threading.Thread(target=kill)
     killer.start()

@@ -179,7 +179,7 @@ def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     (folder / "endless.py").write_text(ENDLESS)
     driver = subprocess.Popen(
         [*PACELINE, "run", "--workers", "2", "--servers", "2", "--cluster", "steady:compute_s=0.01", "endless.py"],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert driver.stdout is not None
     # On a busy machine it may say first whom it waits for.
@@ -189,13 +189,15 @@ def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return driver, [int(child) for child in children]
 
 
-def test_ctrl_c_once_finishes_with_a_summary(tmp_path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_all_processes_told_to_end_once_finish_with_a_summary(number: int, tmp_path) -> None:
     driver, children = start_long_run(tmp_path)
-    driver.send_signal(signal.SIGINT)
+    os.killpg(driver.pid, number)
     out, err = driver.communicate(timeout=30)
     assert driver.returncode == 0, err
     assert "stopping after the current iterations" in out
     assert "iterations in" in out
+    assert list(tmp_path.glob("runs/*/model.safetensors"))
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 

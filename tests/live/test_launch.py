@@ -257,6 +257,24 @@ def test_a_gradient_that_is_not_finite_is_rejected_and_nobody_waits_for_it(capfd
     assert "rejected the gradient of worker 1, iteration 3: the gradient is not finite" in capfd.readouterr().out
 
 
+def test_a_model_that_has_diverged_does_not_fill_the_terminal(capfd) -> None:
+    def work() -> None:
+        model = tiny()
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        for _ in range(130):
+            opt.zero_grad()
+            (model(torch.ones(1, 3)).sum() * float("nan")).backward()
+            opt.step()
+
+    run = paceline.launch(work, workers=1, policy="asp")
+    assert run.failures == []
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("rejected")]
+    assert len(said) == 3 + 9 + 1
+    assert said[2] == "rejected the gradient of worker 0, iteration 2: the gradient is not finite"
+    assert said[3].startswith("rejected 10 gradients so far, the last one of worker 0, iteration 9: ")
+    assert said[-1].startswith("rejected 100 gradients so far")
+
+
 def test_a_worker_that_raises_is_dropped_and_reported(capfd) -> None:
     def work() -> None:
         model = tiny()

@@ -220,7 +220,7 @@ def test_kill_9_again_and_again_stops_nobody() -> None:
             chance.choice(driver.live_workers()).kill()
         while driver.restarting.due or len(driver.peers.holding) < 5:
             time.sleep(0.005)
-        driver.interrupts = 1
+        driver.interrupts.count = 1
 
     run = meanwhile(driver, kill)
     assert run.failures == []

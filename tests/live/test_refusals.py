@@ -230,7 +230,7 @@ def test_a_worker_that_joins_while_the_run_ends_is_told_so() -> None:
             time.sleep(0.001)
         driver.striker.due.append(Fault("join", 2, at_s=0.0))
         time.sleep(0.3)
-        driver.interrupts = 1
+        driver.interrupts.count = 1
 
     thread = threading.Thread(target=stop_and_join)
     thread.start()

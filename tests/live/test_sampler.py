@@ -93,7 +93,7 @@ def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
             deed()
         except BaseException as error:
             errors.append(error)
-        driver.interrupts = 1
+        driver.interrupts.count = 1
 
     thread = threading.Thread(target=do)
     thread.start()

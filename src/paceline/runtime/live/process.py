@@ -1,7 +1,7 @@
 """The first thing a process of a live run does, and how a worker's script is run in one.
 
-Processes die with their driver (the kernel sees to it), leave Ctrl-C to it, and say goodbye when their script
-ends. A script that raises prints its traceback under its rank.
+Processes die with their driver (the kernel sees to it), leave Ctrl-C and SIGTERM to it, and say goodbye when their
+script ends. A script that raises prints its traceback under its rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ from paceline import session
 from paceline.errors import ConfigError, PacelineError
 
 PR_SET_PDEATHSIG = 1
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 5.0
+"""How long a worker that was told to end waits for the driver to end the run."""
 
 
 class Stopped(SystemExit):
@@ -36,8 +40,43 @@ def die_with(driver: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
-def ignore_interrupts() -> None:
+def leave_signals_to_the_driver() -> None:
+    """Ctrl-C, a job or a service that is ended, a terminal that is closed: these reach every process of a run.
+
+    The driver is told, too, and ends the run in order; a server must be there until it has.
+    """
+    for number in (signal.SIGINT, *ENDING):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def let_the_driver_end_us() -> None:
+    """The same for a worker, but if the driver was not told, and so does not end the run, it ends after a while.
+
+    Not by ignoring them: programs that the script starts would ignore them too, and its forks could not be ended.
+    """
+    worker = os.getpid()
+    told = over = False
+
+    def end(number: int) -> None:
+        nonlocal over
+        over = True
+        os.kill(worker, number)
+
+    def hear(number: int, frame: object) -> None:
+        nonlocal told
+        if over or os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not told:
+            told = True
+            grace = threading.Timer(GRACE_S, end, [number])
+            grace.daemon = True
+            grace.start()
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, hear)
 
 
 def give_way(processes: int) -> None:
@@ -84,7 +123,7 @@ def run_worker(rank: int, work: Callable[[], object]) -> int:
 def main() -> None:
     """`python -m paceline.runtime.live.process SCRIPT ARGUMENTS...`"""
     die_with(int(os.environ["PACELINE_DRIVER"]))
-    ignore_interrupts()
+    let_the_driver_end_us()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))

@@ -17,7 +17,7 @@ import torch
 
 from paceline import session
 from paceline.core.messages import Role
-from paceline.runtime.live.process import die_with, ignore_interrupts, run_worker
+from paceline.runtime.live.process import die_with, leave_signals_to_the_driver, let_the_driver_end_us, run_worker
 from paceline.runtime.live.server.server import serve
 
 
@@ -105,9 +105,10 @@ def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Ch
         code = 1
         try:
             die_with(driver)
-            ignore_interrupts()
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
+            if role == "server":
+                leave_signals_to_the_driver()
+            else:
+                let_the_driver_end_us()
             # The threads of the parent's pools do not exist here: torch must not wait for them.
             torch.set_num_threads(1)
             # What was here before the fork stays: looking through it again and again would copy its pages.

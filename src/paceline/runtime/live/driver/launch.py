@@ -7,13 +7,10 @@ once; the next view goes to the shards within a millisecond, and whoever waited 
 from __future__ import annotations
 
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 
@@ -34,6 +31,7 @@ from paceline.runtime.live.driver.echo import Echo
 from paceline.runtime.live.driver.enrolling import Enrolling
 from paceline.runtime.live.driver.harvest import harvest, keep_buffers
 from paceline.runtime.live.driver.hosts import FarChild, Hosts
+from paceline.runtime.live.driver.interrupts import Interrupts
 from paceline.runtime.live.driver.keeping import Keeper
 from paceline.runtime.live.driver.lasting import Lasting
 from paceline.runtime.live.driver.peers import Peers
@@ -92,13 +90,13 @@ class Driver:
         self.keeper: Keeper | None = None
         self.scheduling: Scheduling | None = None
         """The scheduler, if the policy has one."""
-        self.interrupts = 0
+        self.interrupts = Interrupts()
         self.stopping = False
         self.epoch_s = time.monotonic()
 
     def run(self) -> Run:
         self.folder = memory.RunFolder()
-        handlers = self._catch_signals()
+        self.interrupts.catch()
         try:
             if self.plan.keeping is not None:
                 self.keeper = Keeper(self.plan.keeping, self.servers.order_checkpoint, self.say)
@@ -110,14 +108,12 @@ class Driver:
             output.mkdir()
             return self._run(output)
         finally:
-            for number in handlers:
-                signal.signal(number, signal.SIG_IGN)
+            self.interrupts.ignore()
             self._end_all()
             self.folder.remove()
             if self.plan.keeping is not None:
                 (self.plan.keeping.folder / rundir.LIVE).unlink(missing_ok=True)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            self.interrupts.restore()
 
     def _run(self, output: Path) -> Run:
         plan = self.plan
@@ -254,9 +250,7 @@ class Driver:
             case wire.Ready():
                 self.servers.ready(message)
             case wire.Rejected():
-                self.say(
-                    f"rejected the gradient of worker {message.worker}, iteration {message.iteration}: {message.reason}"
-                )
+                self.watchman.take_rejected(message)
             case wire.Status():
                 self.watchman.take_status(message)
             case wire.PeerStatus():
@@ -375,19 +369,6 @@ class Driver:
             if self.peers.active:
                 self.peers.keep()
         self.servers.tell_all(wire.Finish())
-
-    def _catch_signals(self) -> dict[int, Any]:
-        """Ctrl-C or SIGTERM once: finish. Twice: stop now."""
-
-        def interrupted(number: int, frame: FrameType | None) -> None:
-            self.interrupts += 1
-            if self.interrupts == 2:
-                raise KeyboardInterrupt
-
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        return {number: signal.signal(number, interrupted) for number in caught}
 
     def _end_all(self) -> None:
         for child in self.children.values():

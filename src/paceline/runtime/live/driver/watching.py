@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SERVERS_READY_S = 60.0
 MISSING_S = 20.0
+FEW = 3
+"""Rejected gradients that are told one by one."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Watchman:
         """When each worker's push was last seen."""
         self.started = time.monotonic()
         self.told_missing = False
+        self.rejected = 0
         self.interrupted_s: float | None = None
 
     def tick(self) -> None:
@@ -79,6 +82,15 @@ class Watchman:
         self.moved_s[said.rank] = time.monotonic()
         if said.hyper is not None:
             self.hyper = said.hyper
+
+    def take_rejected(self, message: wire.Rejected) -> None:
+        """The first few, then every tenth, hundredth, ...: a model that has diverged has no others."""
+        self.rejected += 1
+        which = f"of worker {message.worker}, iteration {message.iteration}: {message.reason}"
+        if self.rejected <= FEW:
+            self.driver.say(f"rejected the gradient {which}")
+        elif self.rejected % 10 ** max(1, len(str(self.rejected)) - 1) == 0:
+            self.driver.say(f"rejected {self.rejected} gradients so far, the last one {which}")
 
     def forget(self, rank: int) -> None:
         """Its process has ended; another may come."""
