@@ -82,6 +82,7 @@ def test_while_a_run_is_cleared_away_nothing_is_heard_and_then_all_is_as_before(
 def test_servers_and_workers_leave_it_to_the_driver(policy: str, monkeypatch) -> None:
     """All are told but the driver, which ends nothing: so nothing ends."""
     monkeypatch.setattr(process, "GRACE_S", 60.0)
+    monkeypatch.setattr(interrupts, "ONCE_S", 0.0)  # a fork that heard as the driver does would end
 
     def tell_all() -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
