@@ -42,6 +42,13 @@ def read_options(text: str) -> Extras:
     return extras
 
 
+def _as_is(value: Any) -> Any:
+    """What a hyper-parameter is now: schedulers change one that is a tensor in place."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(map(_as_is, value)) if isinstance(value, tuple | list) else value
+
+
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are taken on the servers of a live run, or here by a peer if there are none.
 
@@ -239,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hyper(self) -> tuple[Hyper, ...]:
         """The groups' hyper-parameters; worked out anew only when a value has changed."""
-        raw = [[value for key, value in group.items() if key != "params"] for group in self.param_groups]
+        raw = [[_as_is(value) for key, value in group.items() if key != "params"] for group in self.param_groups]
         if raw != self.raw_hyper:
             self.raw_hyper = raw
             self.hyper = tuple(hyper_of(group) for group in self.param_groups)

@@ -8,6 +8,7 @@ average.safetensors  the same with the moving average of the parameters, if one 
 durable/             the servers' logs, if they have any: see runtime/live/server/durable.py
 checkpoints/         see runtime/live/checkpoint.py
 live.json            while it runs: where its driver listens (`paceline servers DIR N`)
+trace/               while it runs: what will be in trace.jsonl, a file for each process
 """
 
 from __future__ import annotations
@@ -64,10 +65,17 @@ def write_live(folder: Path, shared: Path) -> None:
 def read_live(folder: Path) -> Path:
     """Where the run has its sockets, if it goes on now."""
     read_config(folder)
+    if (shared := live_folder(folder)) is None:
+        raise ConfigError(f"the run in {str(folder)!r} is not going on")
+    return shared
+
+
+def live_folder(folder: Path) -> Path | None:
+    """What `write_live` has left; that of a run whose driver was killed stays."""
     try:
         return Path(json.loads((folder / LIVE).read_text(encoding="utf-8"))["folder"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"the run in {str(folder)!r} is not going on") from None
+        return None
 
 
 def save(folder: Path, run: Run) -> None:

@@ -26,7 +26,9 @@ class Sampler(torch.utils.data.Sampler[int]):
     that is killed or leaves, of a gradient that the policy dropped, and those drawn but
     not used (a loop that was left, `drop_last`) are dealt again, to whoever has nothing else left: each sample of an
     epoch is part of at least one gradient that counts, and of exactly one if all goes well. A loop that is left
-    early goes on in the same epoch next time. What nobody asks for any more when the script ends stays undone.
+    early goes on in the same epoch next time. What nobody asks for any more when the script ends stays undone. A worker
+    that joins late comes into the present epoch: if its script counts epochs it does more of them than the others,
+    alone in the end; `opt.global_step` is the run's.
 
     A step is taken to use what was drawn since the step before, from every sampler; of a torch `DataLoader` with
     `num_workers`, which draws ahead of the loop, the batches the loop has got. If anything else draws ahead, give

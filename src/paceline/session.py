@@ -23,14 +23,24 @@ if TYPE_CHECKING:
 
 
 class World:
-    """Who this process is among the workers. `live` is None in a world of one."""
+    """Who this process is among the workers. `live` is None in a world of one, and in a process that a worker started.
 
-    def __init__(self, rank: int = 0, size: int = 1, live: LiveWorker | None = None) -> None:
+    Such a process, of a `DataLoader` for example, has the worker's rank, but no part in the run.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, live: LiveWorker | None = None, worker: int | None = None) -> None:
         self.rank = rank
         self.size = size
         self.live: LiveWorker | LivePeer | None = live
+        self.process = os.getpid() if worker is None else worker
+        """The one that has this part."""
         self.logged: list[dict[str, float]] = []
         """What `log` was given, in a world of one."""
+
+    @property
+    def is_mine(self) -> bool:
+        """False in a process that the worker has started, or forked."""
+        return self.process == os.getpid()
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size})"
@@ -40,13 +50,18 @@ _world: World | None = None
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
 """What torchrun and Slurm say to the processes they start."""
+JOINED = "PACELINE_JOINED"
+"""What a worker says to the processes it starts, which have its environment: its number, its rank, and of how many."""
 
 
 def init() -> World:
     """Join the run this process was started for; without one, be a world of one. Calling it again is harmless."""
     global _world
     if _world is None:
-        if "PACELINE_FOLDER" in os.environ:
+        if os.environ.get(JOINED):
+            worker, rank, size = map(int, os.environ[JOINED].split())
+            _world = World(rank, size, worker=worker)
+        elif "PACELINE_FOLDER" in os.environ:
             from paceline.runtime.live.worker.worker import LiveWorker
 
             live = LiveWorker.from_environment(os.environ)
@@ -55,6 +70,8 @@ def init() -> World:
             _world = _join_launched()
         else:
             _world = World()
+        if _world.live is not None:
+            os.environ[JOINED] = f"{os.getpid()} {_world.rank} {_world.size}"
     return _world
 
 
@@ -75,6 +92,10 @@ def take_part(
 ) -> LiveWorker | LivePeer | None:
     """The part this process has in a live run, if any: a peer, which steps `inner` here, if there are no servers."""
     here = init()
+    if not here.is_mine:
+        raise PacelineError(
+            f"a process that worker {here.rank} has started made a paceline.Optimizer: only the worker itself may"
+        )
     if here.live is None:
         return None
     from paceline.runtime.live.peer.peer import LivePeer, is_for_peers
@@ -94,16 +115,16 @@ def world() -> World:
 
 def leave(well: bool) -> None:
     """Close this worker's part. Called when its script or function ends, well or not."""
-    global _world
-    if _world is not None and _world.live is not None:
+    if _world is not None and _world.live is not None and _world.is_mine:
         _world.live.leave(well)
-    _world = None
+    forget()
 
 
 def forget() -> None:
     """Start without a world: a forked worker is not what its parent was."""
     global _world
     _world = None
+    os.environ.pop(JOINED, None)
 
 
 def log(**values: float) -> None:
@@ -112,7 +133,7 @@ def log(**values: float) -> None:
         if not isinstance(value, numbers.Real):
             raise PacelineError(f"paceline.log({name}=...) takes a number, got {type(value).__name__}")
     here = world()
-    if here.live is not None:
+    if here.live is not None and here.is_mine:
         here.live.log({name: float(value) for name, value in values.items()})
     else:
         here.logged.append({name: float(value) for name, value in values.items()})

@@ -149,6 +149,18 @@ def test_a_script_that_raises_gives_traceback_rank_and_exit_code_1(tmp_path) -> 
     assert done.stderr.strip().splitlines()[-1].startswith("paceline: worker")
 
 
+def test_a_script_that_never_steps_is_told_so(tmp_path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text(
+        "import torch, paceline\nmodel = torch.nn.Linear(1, 1)\n"
+        "paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    )
+    command = [*PACELINE, "run", "--workers", "1", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: nothing was trained: no worker has called the step" in done.stdout
+
+
 def test_backup_beyond_the_workers_named_by_the_script_is_refused(tmp_path) -> None:
     script = tmp_path / "policy.py"
     script.write_text(

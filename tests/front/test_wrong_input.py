@@ -90,6 +90,29 @@ def test_options(arguments: list[str], line: str, capsys: pytest.CaptureFixture[
     assert line in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--timeout-s", "nan"], "timeout_s=nan is out of range: more than 0"),
+        (["--checkpoint-s", "0"], "checkpoint_s=0 is out of range: more than 0"),
+        (["--dir", "/proc/here"], "no folder for the run can be made in /proc/here: "),
+    ],
+)
+def test_options_of_a_live_run(options: list[str], line: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert cli.run(["run", *options, str(tmp_path / "train.py")]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written_after_all_is_one_line(capsys) -> None:
+    assert cli.run([*QUADRATIC, "--report", "/proc/report.html"]) == 1
+    said = capsys.readouterr().err
+    assert "could not be written: " in said
+    assert said.count("\n") == 1
+
+
 def test_every_optimizer_takes_its_step() -> None:
     for text in ("sgd:lr=0.1,momentum=0.9,stretch=true", "adam", "rprop", "asgd", "lars", "adafactor:lr=0.1", "muon"):
         assert simulate("matrix-factorization", optimizer=text, workers=1, iterations=1).time_s > 0

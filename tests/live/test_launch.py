@@ -185,10 +185,11 @@ def tiny(seed: int = 0) -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def test_a_scheduler_on_the_workers_reaches_the_servers() -> None:
+@pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)], ids=["number", "tensor, changed in place"])
+def test_a_scheduler_on_the_workers_reaches_the_servers(lr: float | torch.Tensor) -> None:
     def work() -> None:
         model = tiny()
-        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5), model=model)
+        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5), model=model)
         scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.1)
         for _ in range(6):
             opt.zero_grad()

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline import cli, rundir
 from paceline.core.events import ViewChanged
 from paceline.core.messages import Node, View
 from paceline.core.trace import Record
 from paceline.errors import PacelineError
 from paceline.runtime.live import memory
-from paceline.runtime.live.recording import HELD, TraceFile
+from paceline.runtime.live.recording import HELD, TraceFile, tracing
+from paceline.runtime.live.worker.description import leave_buffers
 from paceline.tensors.layout import Entry, Layout
 
 LAYOUT = Layout((Entry("p", (1000,), 0),), "float32")
@@ -113,6 +115,45 @@ def test_a_trace_that_finds_no_room_ends_and_says_so_once(tmp_path: Path, capfd)
     assert capfd.readouterr().err.splitlines() == [
         "worker-3.0: its trace ends here, the training goes on: No space left on device"
     ]
+
+
+def test_traces_lie_on_the_disk_while_a_run_that_leaves_a_folder_goes_on(tmp_path: Path) -> None:
+    shared, kept = tmp_path / "shared", tmp_path / "kept"
+    for folder in (shared, kept / "trace"):
+        folder.mkdir(parents=True)
+    (kept / "trace" / "of-a-killed-driver.trace").write_text("")
+    with tracing(shared, kept) as output:
+        (output / "mine.trace").write_text("")
+        assert [path.name for path in (kept / "trace").iterdir()] == ["mine.trace"]
+    assert not (kept / "trace").exists()
+
+
+def test_without_a_folder_they_lie_in_memory(tmp_path: Path) -> None:
+    with tracing(tmp_path, None) as output:
+        assert output == tmp_path / "trace"
+        assert output.is_dir()
+        assert not output.is_symlink()
+
+
+def test_without_room_for_its_buffers_a_worker_leaves_all_the_same(tmp_path: Path, capfd) -> None:
+    leave_buffers({"mean": torch.ones(2)}, tmp_path / "nowhere", 3, 0)
+    leave_buffers({"mean": torch.ones(2)}, tmp_path, 3, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["buffers-3.0"]
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("worker 3: its buffers do not count at the end: ")
+
+
+def test_a_run_that_goes_on_is_not_resumed(tmp_path: Path, capsys) -> None:
+    folder = memory.RunFolder()
+    rundir.write_config(tmp_path, {"script": "train.py", "arguments": []})
+    rundir.write_live(tmp_path, folder.path)
+    assert memory.is_in_use(folder.path)
+    assert cli.run(["resume", str(tmp_path)]) == 2
+    assert "is going on: end it first, or wait for its end" in capsys.readouterr().err
+    folder.remove()
+    assert not memory.is_in_use(folder.path)
+    assert cli.run(["resume", str(tmp_path)]) != 0
+    assert "is going on" not in capsys.readouterr().err
 
 
 SCRIPT = """

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from paceline.dealing import SHUFFLED
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
@@ -57,6 +57,12 @@ class Outputs:
 
     def save(self, runs: list[Run], config: dict[str, Any]) -> list[Path]:
         """Write what was asked for; the files written."""
+        try:
+            return self._save(runs, config)
+        except OSError as error:
+            raise PacelineError(f"{error.filename or 'the results'} could not be written: {error.strerror}") from None
+
+    def _save(self, runs: list[Run], config: dict[str, Any]) -> list[Path]:
         written = []
         if self.json is not None:
             text = json.dumps({"runs": [run.summary() for run in runs], "config": config}, indent=2, allow_nan=False)

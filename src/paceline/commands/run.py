@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.policies import parse
 from paceline.report.html import write
 from paceline.run import Target
+from paceline.runtime.live import memory
 from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
@@ -99,6 +101,9 @@ class Live(Outputs):
         run.config = config
         rundir.save(folder, run)
         tell_result(run)
+        if not run.metrics.iterations and not run.failures:
+            line = "WARNING: nothing was trained: no worker has called the step of its paceline.Optimizer"
+            console.print(line, soft_wrap=True)
         show_table([run], f"{script[0]}, {size_of(run.trace.header.members)}, live")
         tell_slices([run])
         tell_evaluated([run])
@@ -120,7 +125,7 @@ class Live(Outputs):
             check_count("checkpoint-updates", self.checkpoint_updates)
         for name in ("checkpoint_s", "hang_timeout_s", "timeout_s"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # also if it is NaN
                 raise ConfigError(f"{name}={value:g} is out of range: more than 0")
         if self.restarts < 0:
             raise ConfigError(f"restarts={self.restarts} is out of range: 0 or more")
@@ -155,13 +160,19 @@ class Live(Outputs):
             raise ConfigError("[[servers]] in the scenario: the number of servers of a durable run is fixed")
 
     def make_folder(self, script: str) -> Path:
-        if self.dir is None:
-            return rundir.new(Path("runs"), Path(script).stem)
-        folder = Path(self.dir)
-        if (folder / rundir.CONFIG).exists():
-            raise ConfigError(f"--dir {self.dir} holds a run already: paceline resume {self.dir} goes on with it")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        try:
+            if self.dir is None:
+                return rundir.new(Path("runs"), Path(script).stem)
+            folder = Path(self.dir)
+            if (folder / rundir.CONFIG).exists():
+                raise ConfigError(f"--dir {self.dir} holds a run already: paceline resume {self.dir} goes on with it")
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise ConfigError(f"--dir {self.dir}: the folder cannot be written")
+            return folder
+        except OSError as error:
+            where = f"{self.dir or 'runs'}: {error.strerror}"
+            raise ConfigError(f"no folder for the run can be made in {where} (--dir names another)") from None
 
 
 @dataclass(kw_only=True)
@@ -232,6 +243,8 @@ class Resume:
     def main(self) -> int:
         folder = Path(self.dir)
         config = rundir.read_config(folder)
+        if (shared := rundir.live_folder(folder)) is not None and memory.is_in_use(shared):
+            raise ConfigError(f"the run in {self.dir!r} is going on: end it first, or wait for its end")
         script = [str(config.get("script")), *config.get("arguments", [])]
         kind: type[Run | Serve] = Run
         if "bind" in config:  # its workers come from other machines
@@ -246,7 +259,7 @@ class Resume:
         }
         if "ray" in given:
             given["ray"] = RayOptions(**given["ray"])
-        given["servers"] = self.last_servers(folder, given["servers"])
+        given["servers"] = self.last_servers(folder, given.get("servers"))
         for name in ("workers", "servers"):
             if (value := getattr(self, name)) is not None:
                 given[name] = value

@@ -69,7 +69,7 @@ def tell_result(run: Run) -> None:
     """One line a run, as soon as it is done."""
     last = run.history[-1] if run.history else None
     if run.target is None:
-        what = f"{run.metrics.iterations:.4g} iterations in {run.time_s:.2f} s"
+        what = f"{round(run.metrics.iterations, 1):.10g} iterations in {run.time_s:.2f} s"
     elif run.time_to_target_s is None:
         what = f"missed {run.target} in {run.time_s:.2f} s"
     else:

@@ -83,17 +83,23 @@ def stale() -> list[Path]:
 
 def _is_stale(folder: Path) -> bool:
     try:
-        if folder.stat().st_uid != os.getuid():
-            return False
+        return folder.stat().st_uid == os.getuid() and (folder / "lock").exists() and not is_in_use(folder)
+    except OSError:
+        return False
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a run that goes on has this folder."""
+    try:
         lock = os.open(folder / "lock", os.O_RDWR)
     except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    else:
         return True
+    else:
+        return False
     finally:
         os.close(lock)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -62,6 +65,27 @@ class TraceFile:
     def close(self) -> None:
         self.flush()
         self.file.close()
+
+
+@contextlib.contextmanager
+def tracing(shared: Path, kept: Path | None) -> Iterator[Path]:
+    """A folder for the traces, in the run's folder of shared memory; what lies there fills the memory of the machine.
+
+    So if the run leaves a folder on a disk they are there, for as long as the run lasts.
+    """
+    output = shared / "trace"
+    if kept is None:
+        output.mkdir()
+        yield output
+        return
+    on_disk = kept.resolve() / "trace"
+    shutil.rmtree(on_disk, ignore_errors=True)  # of a driver that was killed
+    on_disk.mkdir()
+    output.symlink_to(on_disk)
+    try:
+        yield output
+    finally:
+        shutil.rmtree(on_disk, ignore_errors=True)
 
 
 def gather(folder: Path, header: Header) -> Trace:

@@ -128,6 +128,7 @@ def _environment(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
         "PACELINE_FOLDER": str(folder),
         "PACELINE_RANK": str(rank),
         "PACELINE_INCARNATION": str(incarnation),
+        session.JOINED: "",  # even if a worker of another run begins this one
     }
 
 

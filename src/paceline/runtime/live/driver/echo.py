@@ -30,14 +30,18 @@ class Echo:
             return
         *lines, self.begun[pipe] = (self.begun[pipe] + data).split(b"\n")
         for line in lines:
-            self.say(line.decode(errors="replace"))
+            self._say(line)
         if not data:
             self.close(pipe)
+
+    def _say(self, line: bytes) -> None:
+        """As a terminal would show it in the end: a progress bar writes over what it wrote before."""
+        self.say(line.removesuffix(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
     def close(self, pipe: int) -> None:
         rest = self.begun.pop(pipe)
         if rest:
-            self.say(rest.decode(errors="replace"))
+            self._say(rest)
         self.waiter.forget(pipe)
         os.close(pipe)
 

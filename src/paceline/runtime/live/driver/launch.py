@@ -43,6 +43,7 @@ from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.driver.striking import Striker
 from paceline.runtime.live.driver.watching import Watchman
 from paceline.runtime.live.peer import slots
+from paceline.runtime.live.recording import tracing
 from paceline.runtime.live.sockets import Listener, Waiter
 
 __all__ = ["Driver", "LivePlan"]
@@ -104,9 +105,9 @@ class Driver:
                     rundir.write_live(self.plan.keeping.folder, self.folder.path)
                 except OSError as error:
                     self.say(f"WARNING: paceline servers will not find this run: {error}; training goes on")
-            output = self.folder.path / "trace"
-            output.mkdir()
-            return self._run(output)
+            keeping = self.plan.keeping
+            with tracing(self.folder.path, keeping.folder if keeping is not None else None) as output:
+                return self._run(output)
         finally:
             self.interrupts.ignore()
             self._end_all()
@@ -309,7 +310,8 @@ class Driver:
         if self.plan.care.abort:
             raise RunFailed(f"{child} {how(code)}, and the run is to end then")
         others = len(self.live_workers())
-        self.say(f"{child} {how(code)}; {others} other{' goes' if others == 1 else 's go'} on")
+        rest = f"; {others} other{' goes' if others == 1 else 's go'} on" if self.begun else ""
+        self.say(f"{child} {how(code)}{rest}")
 
     def remove(self, rank: int, incarnation: int) -> bool:
         """Take a worker out of the membership, if it is in. Whether it was."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline import policies
@@ -39,7 +39,7 @@ from paceline.runtime.live.process import Stopped
 from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.worker import joining
 from paceline.runtime.live.worker.aborting import Aborting
-from paceline.runtime.live.worker.description import Described, contiguous
+from paceline.runtime.live.worker.description import Described, leave_buffers
 from paceline.runtime.live.worker.hands import Hands
 from paceline.runtime.live.worker.worker import IDLE_S, PATIENCE_S, LiveWorker
 from paceline.tensors import state
@@ -168,7 +168,7 @@ class LivePeer:
         """This peer ends. If all is well it leaves its parameters and buffers for the average, and says goodbye."""
         self.hands.report()
         if well and self.holds_parameters:
-            save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
+            leave_buffers(self.model.buffers, self.folder, self.rank, self.incarnation)
             self.leave_parameters()
             self.stay()
         elif well:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.core.policy import Policy
@@ -39,3 +43,13 @@ class Described:
 def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As safetensors wants them: whole, and no two sharing memory."""
     return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def leave_buffers(buffers: Mapping[str, Tensor], folder: Path, rank: int, incarnation: int) -> None:
+    """For the mean over the workers that end well. Without room that is over the others'."""
+    path = folder / f"buffers-{rank}.{incarnation}"
+    try:
+        save_file(contiguous(buffers), path)
+    except (OSError, SafetensorError) as error:
+        path.unlink(missing_ok=True)
+        print(f"worker {rank}: its buffers do not count at the end: {error}", file=sys.stderr)

@@ -15,7 +15,6 @@ from typing import Literal
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.actions import AbortCompute, Compute, Send, SetTimer
@@ -39,7 +38,7 @@ from paceline.runtime.live.recording import TraceFile
 from paceline.runtime.live.sockets import Link, Waiter
 from paceline.runtime.live.worker import joining
 from paceline.runtime.live.worker.aborting import Aborting
-from paceline.runtime.live.worker.description import Described, contiguous
+from paceline.runtime.live.worker.description import Described, leave_buffers
 from paceline.runtime.live.worker.hands import Hands
 from paceline.runtime.live.worker.hindering import Hindrance
 from paceline.runtime.live.worker.overlap import Overlap
@@ -374,7 +373,7 @@ class LiveWorker(WorkerCarrier):
     def leave(self, well: bool) -> None:
         """This worker ends. If all is well it leaves its buffers for the average, and says goodbye."""
         if well and hasattr(self, "model"):
-            save_file(contiguous(self.model.buffers), self.folder / f"buffers-{self.rank}.{self.incarnation}")
+            leave_buffers(self.model.buffers, self.folder, self.rank, self.incarnation)
         self.hands.report()
         if well:
             self.driver.send(wire.encode(wire.Leave(self.rank, self.incarnation)))
