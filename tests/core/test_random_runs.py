@@ -115,7 +115,7 @@ class TestMorePolicies:
     def test_keeps_its_rules_under_faults(self, text: str) -> None:
         policy = parse(text)
         assert isinstance(policy, CentralPolicy)
-        for seed in range(30):
+        for seed in range(20):
             play_one(policy, seed)
         for seed in range(1000, 1004):
             play_one(policy, seed, servers=4)

@@ -116,7 +116,7 @@ def test_python_train_py_just_works() -> None:
 def test_paceline_run_trains_the_example(tmp_path) -> None:
     result = tmp_path / "out.json"
     done = subprocess.run(
-        [*PACELINE, "run", "--workers", "3", "--servers", "2", "--policy", "ssp:staleness=3", "--json", str(result),
+        [*PACELINE, "run", "--workers", "2", "--servers", "2", "--policy", "ssp:staleness=3", "--json", str(result),
          "--report", str(tmp_path / "out.html"), "examples/digits.py", "--steps", "60", "--lr", "0.2"],
         cwd=ROOT, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_paceline_run_trains_the_example(tmp_path) -> None:
     (run,) = json.loads(result.read_text())["runs"]
     assert run["policy"] == "ssp:staleness=3"
     assert run["iterations"] == 60
-    assert run["updates"] == 180
+    assert run["updates"] == 120
     assert run["final"]["accuracy"] > 0.5
     assert (tmp_path / "out.html").exists()
 
@@ -190,21 +190,20 @@ def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that would go on for ever, once its workers are training; the driver and its processes."""
     (folder / "endless.py").write_text(ENDLESS)
     driver = subprocess.Popen(
-        [*PACELINE, "run", "--workers", "2", "--servers", "2", "--cluster", "steady:compute_s=0.01", "endless.py"],
+        [*PACELINE, "run", "--workers", "1", "--servers", "2", "--cluster", "steady:compute_s=0.01", "endless.py"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert driver.stdout is not None
     # On a busy machine it may say first whom it waits for.
     assert any(line.startswith("step") for line in driver.stdout)
     children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
-    assert len(children) == 4
+    assert len(children) == 3
     return driver, [int(child) for child in children]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_all_processes_told_to_end_once_finish_with_a_summary(number: int, tmp_path) -> None:
+def test_all_processes_told_to_end_once_finish_with_a_summary(tmp_path) -> None:
     driver, children = start_long_run(tmp_path)
-    os.killpg(driver.pid, number)
+    os.killpg(driver.pid, signal.SIGTERM)
     out, err = driver.communicate(timeout=30)
     assert driver.returncode == 0, err
     assert "stopping after the current iterations" in out

@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 from paceline import cli, simulate
+from paceline.commands.launched import read_options
 from paceline.errors import ConfigError
 from paceline.policies import PSSP, SSP, Deadline, Mix, Switch, Waiting, parse
 from paceline.workloads import load
@@ -104,6 +105,11 @@ def test_options_of_a_live_run(options: list[str], line: str, tmp_path: Path, ca
     said = capsys.readouterr().err
     assert line in said
     assert said.count("\n") == 1
+
+
+def test_options_of_a_run_that_a_launcher_begins() -> None:
+    with pytest.raises(ConfigError, match=r"PACELINE_OPTIONS: .*--polcy"):
+        read_options("--polcy bsp")
 
 
 def test_a_report_that_cannot_be_written_after_all_is_one_line(capsys) -> None:

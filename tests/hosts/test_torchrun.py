@@ -88,6 +88,7 @@ def test_a_failing_script_fails_torchrun(tmp_path: Path) -> None:
     assert "exitcode  : 3" in launched.log()
 
 
+@pytest.mark.long
 def test_wrong_options_are_one_line(tmp_path: Path) -> None:
     with torchrun(tmp_path, 2, "--polcy bsp", job()) as launched:
         assert launched.end() == 1

@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_is_a_warning_and_training_goes_on(tmp_path: Path) -
 
 @pytest.mark.parametrize("policy", ["bsp", "ssp:staleness=3", "backup:extra=1", "asp", "scheduled", "elastic"])
 def test_a_killed_server_is_restarted_from_the_last_checkpoint(tmp_path: Path, policy: str) -> None:
-    driver, said = driver_of(digits(250), policy, keeping=Keeping(tmp_path, every_updates=20))
+    driver, said = driver_of(digits(150), policy, keeping=Keeping(tmp_path, every_updates=20))
 
     def kill() -> None:
         keeper = driver.keeper
@@ -194,8 +194,8 @@ def test_a_killed_server_is_restarted_from_the_last_checkpoint(tmp_path: Path, p
     assert any("server 1 was killed by SIGKILL; restarting it from" in line for line in said), said
     restored = [record for record in run.trace if isinstance(record.event, Restored)]
     assert [(record.node.rank, record.incarnation) for record in restored] == [(1, 1)]
-    assert {last for (rank, life), last in last_iterations(run).items()} == {249}
-    assert run.history[-1].accuracy > 0.85
+    assert {last for (rank, life), last in last_iterations(run).items()} == {149}
+    assert run.history[-1].accuracy > 0.75
     assert replay(run.trace, machine_of) == []
 
 
