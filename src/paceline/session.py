@@ -32,15 +32,15 @@ class World:
         self.rank = rank
         self.size = size
         self.live: LiveWorker | LivePeer | None = live
-        self.process = os.getpid() if worker is None else worker
-        """The one that has this part."""
+        self.worker = os.getpid() if live is not None else worker
+        """The process that takes part in a run; None in a world of one."""
         self.logged: list[dict[str, float]] = []
         """What `log` was given, in a world of one."""
 
     @property
     def is_mine(self) -> bool:
         """False in a process that the worker has started, or forked."""
-        return self.process == os.getpid()
+        return self.worker in (None, os.getpid())
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size})"

@@ -128,8 +128,9 @@ def test_traces_lie_on_the_disk_while_a_run_that_leaves_a_folder_goes_on(tmp_pat
     assert not (kept / "trace").exists()
 
 
-def test_without_a_folder_they_lie_in_memory(tmp_path: Path) -> None:
-    with tracing(tmp_path, None) as output:
+@pytest.mark.parametrize("kept", [None, Path("/proc/nowhere")], ids=["none", "one that cannot be written"])
+def test_without_a_folder_they_lie_in_memory(kept: Path | None, tmp_path: Path) -> None:
+    with tracing(tmp_path, kept) as output:
         assert output == tmp_path / "trace"
         assert output.is_dir()
         assert not output.is_symlink()

@@ -75,6 +75,18 @@ def test_a_fork_that_ends_as_scripts_do_ends_alone() -> None:
     assert run.metrics.iterations == STEPS
 
 
+def test_in_a_world_of_one_forks_are_worlds_of_one_too() -> None:
+    assert paceline.init().size == 1
+
+    def train() -> None:
+        opt = paceline.Optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1))
+        opt.step()
+        assert paceline.init().is_mine
+
+    in_a_child(train, fresh=False)
+    session.forget()
+
+
 def test_a_worker_may_begin_another_run() -> None:
     def begin() -> None:
         inner = paceline.launch(training(lambda: None), workers=2, policy="asp", timeout_s=30)

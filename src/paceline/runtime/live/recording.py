@@ -71,21 +71,24 @@ class TraceFile:
 def tracing(shared: Path, kept: Path | None) -> Iterator[Path]:
     """A folder for the traces, in the run's folder of shared memory; what lies there fills the memory of the machine.
 
-    So if the run leaves a folder on a disk they are there, for as long as the run lasts.
+    So if the run leaves a folder on a disk they are there, for as long as the run lasts, if they can be.
     """
     output = shared / "trace"
-    if kept is None:
+    on_disk = kept.resolve() / "trace" if kept is not None else None
+    try:
+        if on_disk is not None:
+            shutil.rmtree(on_disk, ignore_errors=True)  # of a driver that was killed
+            on_disk.mkdir()
+            output.symlink_to(on_disk)
+    except OSError:
+        on_disk = None
+    if on_disk is None:
         output.mkdir()
-        yield output
-        return
-    on_disk = kept.resolve() / "trace"
-    shutil.rmtree(on_disk, ignore_errors=True)  # of a driver that was killed
-    on_disk.mkdir()
-    output.symlink_to(on_disk)
     try:
         yield output
     finally:
-        shutil.rmtree(on_disk, ignore_errors=True)
+        if on_disk is not None:
+            shutil.rmtree(on_disk, ignore_errors=True)
 
 
 def gather(folder: Path, header: Header) -> Trace:
