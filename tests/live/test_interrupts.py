@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import paceline
 from paceline.runtime.live import process
 from paceline.runtime.live.driver import interrupts
 from paceline.runtime.live.driver.interrupts import Interrupts
-
-STEPS = 40
+from tests.live.deeds import STEPS, training
 
 
 @pytest.fixture
@@ -26,22 +24,6 @@ def caught() -> Iterator[Interrupts]:
     made.catch()
     yield made
     made.restore()
-
-
-def training(when: int, deed: Callable[[], object]) -> Callable[[], None]:
-    """A script whose worker 1 does something at a step."""
-
-    def work() -> None:
-        model = torch.nn.Linear(3, 2)
-        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
-        for step in range(STEPS):
-            if (paceline.init().rank, step) == (1, when):
-                deed()
-            opt.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            opt.step()
-
-    return work
 
 
 def processes_of_the_run() -> list[int]:
@@ -89,7 +71,7 @@ def test_servers_and_workers_leave_it_to_the_driver(policy: str, monkeypatch) ->
             for child in processes_of_the_run():
                 os.kill(child, number)
 
-    run = paceline.launch(training(5, tell_all), workers=3, policy=policy, timeout_s=60)
+    run = paceline.launch(training(tell_all), workers=3, policy=policy, timeout_s=60)
     assert run.failures == []
     assert run.metrics.iterations == STEPS
 
@@ -104,7 +86,7 @@ def test_under_nohup_a_closed_terminal_is_nothing_to_anybody(capfd, monkeypatch)
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        run = paceline.launch(training(5, close_the_terminal), workers=2, servers=1, policy="bsp", timeout_s=60)
+        run = paceline.launch(training(close_the_terminal), workers=2, servers=1, policy="bsp", timeout_s=60)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert run.failures == []
@@ -122,7 +104,7 @@ def test_a_worker_told_alone_ends_after_a_while(capfd, monkeypatch) -> None:
             time.sleep(0.01)
             paceline.log(loss=time.monotonic() - began)
 
-    run = paceline.launch(training(5, be_told), workers=2, policy="asp", timeout_s=60)
+    run = paceline.launch(training(be_told), workers=2, policy="asp", timeout_s=60)
     assert "worker 1 was killed by SIGTERM" in capfd.readouterr().out
     assert 0.2 < max(point.loss for point in run.history) < 5
 
@@ -141,5 +123,5 @@ def test_what_a_script_starts_can_be_ended_as_ever(monkeypatch) -> None:
             os.kill(child, signal.SIGTERM)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
-    run = paceline.launch(training(5, start_and_end), workers=2, policy="asp", timeout_s=30)
+    run = paceline.launch(training(start_and_end), workers=2, policy="asp", timeout_s=30)
     assert run.failures == []

@@ -12,24 +12,7 @@ import torch
 import paceline
 from paceline import session
 from paceline.errors import PacelineError
-
-STEPS = 20
-
-
-def training(deed: Callable[[], object]) -> Callable[[], None]:
-    """A script whose worker 1 does something at its fifth step."""
-
-    def work() -> None:
-        model = torch.nn.Linear(3, 2)
-        opt = paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
-        for step in range(STEPS):
-            if (paceline.init().rank, step) == (1, 5):
-                deed()
-            opt.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            opt.step()
-
-    return work
+from tests.live.deeds import STEPS, training
 
 
 def in_a_child(deed: Callable[[], object], fresh: bool) -> None:
