@@ -1,14 +1,15 @@
-# `make demo` shows it, `make test` tests it, `make check` adds lint and types, `make test-all` the long tests.
+# `make demo` shows it, `make test` tests it, `make check` adds lint and types; `make test-ci` has what takes longer,
+# `make test-all` everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check clean
+.PHONY: setup demo test test-ci test-all check clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt src/paceline/tensors/_passes.c
+$(STAMP): pyproject.toml constraints.txt src/paceline/tensors/_passes.c src/paceline/runtime/live/messaging/_checksum.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (torch, ray and a few small packages; minutes the first time)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt torch
@@ -33,9 +34,13 @@ test: setup
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# What takes longer and rarely breaks.
+test-ci: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "ci and not long"
+
 # With those that take minutes: faults over several hosts, each policy over three, nodes lost under Ray and torchrun.
-test-all: test
-	$(BIN)/python -m pytest -m long
+test-all: test test-ci
+	$(BIN)/python -m pytest -n 1 -m long
 
 check: setup
 	$(BIN)/ruff check .

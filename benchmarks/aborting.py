@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.actions import Compute
-from paceline.runtime.live.worker.aborting import Aborting
+from paceline.runtime.live.storage.abort_flag import AbortFlag
+from paceline.runtime.live.trainer.sample_leases import SampleLeases
+from paceline.runtime.live.worker.abortable_step import AbortableStep
 
 
 def small() -> tuple[nn.Module, Tensor]:
@@ -40,16 +42,19 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Tensor]], steps: int)
     (plain, x), (watched, _) = make(), make()
     plain(x), watched(x)
     begun: list[float] = []
-    live: Any = SimpleNamespace(
-        folder=Path(tempfile.mkdtemp()), rank=0, incarnation=0, ordered=Compute(0, 0),
-        stretch=lambda started, look=None: None, begin_again=lambda: begun.append(time.perf_counter()),
+    computation: Any = SimpleNamespace(
+        ordered=Compute(0, 0), stretch=lambda started, look=None: None,
+        begin_again=lambda: begun.append(time.perf_counter()),
     )  # fmt: skip
-    aborting = Aborting(live, list(watched.parameters()), watched)
+    flag = AbortFlag(Path(tempfile.mkdtemp()) / "flag", create=True)
+    # Nothing here draws samples, so no worker is needed for their leases.
+    leases = SampleLeases(None, None, None)  # type: ignore[arg-type]
+    aborting = AbortableStep(computation, leases, flag, 0, list(watched.parameters()), watched)
 
     def closure_of(net: nn.Module) -> Callable[[], Tensor]:
         def closure() -> Tensor:
             if net is watched:
-                aborting.rewind.forget_gradients()  # as the optimizer's zero_grad does
+                aborting.rewind.before_clearing()  # as the optimizer's zero_grad does
             net.zero_grad()
             loss = net(x).pow(2).mean()
             loss.backward()
@@ -73,9 +78,9 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Tensor]], steps: int)
 
         def ring(rung: list[float] = rung) -> None:
             rung.append(time.perf_counter())
-            aborting.bell.ring(0)
+            aborting.flag.set(0)
 
-        aborting.bell.ring(10)
+        aborting.flag.set(10)
         begun.clear()
         timer = threading.Timer(random.uniform(0.1, 0.7) * usual, ring)
         timer.start()

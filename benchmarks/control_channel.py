@@ -17,7 +17,7 @@ from pathlib import Path
 
 import zmq
 
-from paceline.runtime.live.sockets import Link, Listener, Waiter
+from paceline.runtime.live.messaging.unix_sockets import Link, Listener, Waiter
 
 MESSAGE = b"x" * 100
 

@@ -30,14 +30,14 @@ from paceline.cluster import load
 from paceline.core.actions import Apply, Drop
 from paceline.core.events import PushArrived
 from paceline.core.messages import Members
+from paceline.function_workers import function_starter
 from paceline.run import Run
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.driver.lasting import joined, replay
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
-from paceline.runtime.live.server import durable
-from paceline.runtime.live.server.durable import Durable
+from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.durability import joined, replay
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.protocol.records import DurabilityOptions
+from paceline.runtime.live.storage import update_log
 
 WORKERS = 3
 
@@ -59,11 +59,16 @@ def counting(parameters: int, iterations: int, momentum: float = 0.0) -> Callabl
 
 
 def driver_of(
-    work: Callable[[], None], policy: str, members: Members, folder: Path, how: Durable | None, compute_s: float = 0.0
+    work: Callable[[], None],
+    policy: str,
+    members: Members,
+    folder: Path,
+    how: DurabilityOptions | None,
+    compute_s: float = 0.0,
 ) -> Driver:
-    plan = LivePlan(
+    plan = RunPlan(
         members, function_starter(work), policies.parse(policy), load(f"steady:compute_s={compute_s}"),
-        care=Care(timeout_s=600), keeping=Keeping(folder, durable=how),
+        care=FaultPolicy(timeout_s=600), checkpointing=CheckpointOptions(folder, durable=how),
     )  # fmt: skip
     return Driver(plan, say=lambda line: None)
 
@@ -76,7 +81,7 @@ def rate(run: Run) -> float:
 
 
 def cost(sizes: list[int], rounds: int) -> None:
-    modes = {"off": None, "on": Durable(), "fsync": Durable(fsync=True)}
+    modes = {"off": None, "on": DurabilityOptions(), "fsync": DurabilityOptions(fsync=True)}
     print(f"pushes a second, {WORKERS} workers, 1 server, ASP, gradients at once; median of {rounds} rounds in turns")
     print(f"{'parameters':>12} {'off':>10} {'--durable':>16} {'--durable-fsync':>18}")
     for size in sizes:
@@ -95,7 +100,7 @@ def cost(sizes: list[int], rounds: int) -> None:
 def recover(megabytes: int) -> None:
     """Kill the server when its log is about as long as it gets: then there is most to replay."""
     parameters = megabytes * 1_000_000 // 4
-    how = Durable()
+    how = DurabilityOptions()
     with tempfile.TemporaryDirectory(dir=".") as name:
         folder = Path(name)
         driver = driver_of(counting(parameters, 60, momentum=0.9), "asp", Members(2, 1), folder, how)
@@ -104,16 +109,16 @@ def recover(megabytes: int) -> None:
 
         def turn_and_kill() -> None:
             turn()
-            if back[0] or not driver.begun:
+            if back[0] or not driver.parts.state.begun:
                 return
             if killed[0]:
-                if 0 in driver.servers.configured and driver.servers.lives[0]:
+                if 0 in driver.parts.servers.configured and driver.parts.servers.incarnations[0]:
                     back[0] = time.monotonic()
                 return
-            segments = sorted(durable.folder_of(folder, 0).glob(f"*{durable.LOG}"))
+            segments = sorted(update_log.folder_of(folder, 0).glob(f"*{update_log.LOG}"))
             logged[0] = segments[-1].stat().st_size if segments else 0
             if logged[0] > 0.85 * how.longest(4 * parameters):
-                next(child for child in driver.children.values() if child.role == "server").kill()
+                next(child for child in driver.parts.children.values() if child.role == "server").kill()
                 killed[0] = time.monotonic()
 
         driver.turn = turn_and_kill  # type: ignore[method-assign]
@@ -132,14 +137,19 @@ def soak(kills: int, policy: str, seed: int) -> None:
     with tempfile.TemporaryDirectory(dir=".") as name:
         folder = Path(name)
         work = counting(20_000, iterations, 0.0 if counts else 0.9)
-        driver = driver_of(work, policy, Members(WORKERS, 2), folder, Durable(events=500), compute_s=0.002)
+        driver = driver_of(work, policy, Members(WORKERS, 2), folder, DurabilityOptions(events=500), compute_s=0.002)
         turn, due, done = driver.turn, [0.0], [0]
 
         def turn_and_kill() -> None:
             turn()
-            if driver.begun and not driver.asked_to_finish and time.monotonic() > due[0] and done[0] < kills:
+            if (
+                driver.parts.state.begun
+                and not driver.parts.state.finishing
+                and time.monotonic() > due[0]
+                and done[0] < kills
+            ):
                 due[0] = time.monotonic() + draw.choice((0.002, 0.05, 0.2)) * draw.random()
-                servers = [child for child in driver.children.values() if child.role == "server"]
+                servers = [child for child in driver.parts.children.values() if child.role == "server"]
                 draw.choice(servers).kill()
                 done[0] += 1
 

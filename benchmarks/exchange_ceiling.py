@@ -7,7 +7,7 @@ looks whether it is finite, the server steps on it and writes the new parameters
 does nothing but the first, over the segments of four workers in turn, and another nothing but the second, with the
 calls that paceline uses; each has a core. There are no messages, no machines, no waiting.
 Two cores that share all the work of a push cannot do more pushes a second than two over the sum of both times; a server
-that steps on several pushes at once (`server/together.py`) can do a little more.
+that steps on several pushes at once (`server/push_batching.py`) can do a little more.
 
 With `--mode bsp`, two processes share the passes of one iteration of four workers: each copies and looks at two
 gradients, then steps one half of the parameters on their mean and writes them back into the four segments; they wait
@@ -31,11 +31,11 @@ import time
 
 import torch
 
-from paceline.runtime.live.worker.staging import AROUND
+from paceline.runtime.live.worker.host_copies import AROUND
+from paceline.tensors.fused_kernels import copy_and_check_finite, is_finite
 from paceline.tensors.layout import layout_of
 from paceline.tensors.optimizers import parse
-from paceline.tensors.passes import copy_and_look, is_finite
-from paceline.tensors.slices import PIECE, SliceOptimizer
+from paceline.tensors.shard_optimizer import PIECE, ShardOptimizer
 
 WORKERS = 4
 
@@ -48,14 +48,14 @@ def serve(segments: list[torch.Tensor], seconds: float) -> float:
     params = len(segments[0])
     values = torch.zeros(params)
     layout = layout_of([("weight", values, 0)])
-    optimizer = SliceOptimizer(layout, slice(0, params), values, parse("sgd:lr=0.1"))
+    optimizer = ShardOptimizer(layout, slice(0, params), values, parse("sgd:lr=0.1"))
     pieces = [optimizer.cut(segment) for segment in segments]
     return seconds_each(lambda turn: optimizer.apply([pieces[turn]], 0.25, (), [pieces[turn]]), seconds)
 
 
 def work(segments: list[torch.Tensor], seconds: float) -> float:
     gradients, around = [torch.full_like(segment, 1e-6) for segment in segments], len(segments[0]) >= AROUND
-    return seconds_each(lambda turn: copy_and_look(gradients[turn], segments[turn], around), seconds)
+    return seconds_each(lambda turn: copy_and_check_finite(gradients[turn], segments[turn], around), seconds)
 
 
 def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> float:
@@ -68,7 +68,7 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
     first, half = (0, slice(0, params // 2)) if child else (2, slice(params // 2, params))
     values = vector[half] if one_vector else vector[half].clone()
     layout = layout_of([("weight", values, 0)])
-    optimizer = SliceOptimizer(layout, slice(0, len(values)), values, parse("sgd:lr=0.1"))
+    optimizer = ShardOptimizer(layout, slice(0, len(values)), values, parse("sgd:lr=0.1"))
     pieces = [optimizer.cut(segment[half]) for segment in segments]
     gradients = [torch.full_like(segment, 1e-6) for segment in segments[first : first + 2]]
     began = 0.0
@@ -76,7 +76,7 @@ def iterate(segments: list[torch.Tensor], one_vector: bool, iterations: int) -> 
         if number == 10:
             began = time.perf_counter()
         for gradient, segment in zip(gradients, segments[first:], strict=False):
-            copy_and_look(gradient, segment, params >= AROUND)
+            copy_and_check_finite(gradient, segment, params >= AROUND)
         mine.send(b".")
         mine.recv(1)
         optimizer.apply(pieces, 1.0, (), () if one_vector else pieces, spoil=True)

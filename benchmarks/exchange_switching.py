@@ -28,10 +28,10 @@ from typing import Any
 
 from paceline.bench import exchange
 from paceline.core.actions import Apply
-from paceline.runtime.live.server import together
+from paceline.runtime.live.server import shard_executor
 from paceline.runtime.live.server.server import LiveServer
-from paceline.runtime.live.server.together import Together
-from paceline.tensors import passes
+from paceline.runtime.live.server.shard_executor import ShardExecutor
+from paceline.tensors import fused_kernels
 
 VARIANTS = ("now", "torch", "together", "around", "through", "unlooked", "spin")
 AT_BOTH_ENDS = 3
@@ -54,34 +54,34 @@ class Switch:
         return self.variants[self.now() % len(self.variants)].partition("=")[0] == name
 
     def install(self) -> None:
-        compiled, copy, worth_it = passes._passes, passes.copy_and_look, together.WORTH_IT
-        segment_of, note, let_others_run = Together.segment_of, LiveServer.note, Together.let_others_run
+        compiled, copy, worth_it = fused_kernels._passes, fused_kernels.copy_and_check_finite, shard_executor.WORTH_IT
+        deferrable, note, let_others_run = ShardExecutor.deferrable, ShardExecutor.note, LiveServer.let_others_run
 
-        def copy_and_look(source: Any, target: Any, around: bool = False) -> bool:
+        def copy_and_check_finite(source: Any, target: Any, around: bool = False) -> bool:
             if self.is_on("unlooked"):
                 target.copy_(source)
                 return True
-            passes._passes = None if self.is_on("torch") else compiled
+            fused_kernels._passes = None if self.is_on("torch") else compiled
             return copy(source, target, (around or self.is_on("around")) and not self.is_on("through"))
 
-        def find_segment(mine: Together, step: Apply) -> Any:
-            together.WORTH_IT = 0 if self.is_on("together") else worth_it
-            passes._passes = None if self.is_on("torch") else compiled
-            return segment_of(mine, step)
+        def find_segment(mine: ShardExecutor, step: Apply) -> Any:
+            shard_executor.WORTH_IT = 0 if self.is_on("together") else worth_it
+            fused_kernels._passes = None if self.is_on("torch") else compiled
+            return deferrable(mine, step)
 
-        def let_run(mine: Together) -> None:
+        def let_run(mine: LiveServer) -> None:
             if not self.is_on("together"):
                 let_others_run(mine)
 
-        def count(server: LiveServer, step: Apply) -> None:
+        def count(mine: ShardExecutor, step: Apply) -> None:
             self.count()
-            note(server, step)
+            note(mine, step)
 
         replace: list[tuple[Any, str, Callable[..., Any]]] = [
-            (passes, "copy_and_look", copy_and_look),
-            (Together, "segment_of", find_segment),
-            (Together, "let_others_run", let_run),
-            (LiveServer, "note", count),
+            (fused_kernels, "copy_and_check_finite", copy_and_check_finite),
+            (ShardExecutor, "deferrable", find_segment),
+            (LiveServer, "let_others_run", let_run),
+            (ShardExecutor, "note", count),
         ]
         for place, name, function in replace:
             setattr(place, name, function)

@@ -16,6 +16,9 @@
     torch       all passes over memory are torch's, as where there was no C compiler
     threads=N   the server steps with N threads, whatever the machine has
 
+What a variant leaves out is no option of a run, since nobody is to choose it: so it is patched, here and nowhere in
+`src`, in this process, of which all others are forks.
+
 `paceline bench exchange` has the figures beside DDP's, torch RPC's and Ray's.
 """
 
@@ -29,37 +32,38 @@ from unittest import mock
 
 from paceline.bench import exchange
 from paceline.policies import BSP
-from paceline.runtime.live.configuration import Abroad
-from paceline.runtime.live.server import together
-from paceline.runtime.live.server.together import Together
-from paceline.runtime.live.worker import joining, staging
-from paceline.tensors import passes, slices
-from paceline.tensors.slices import Threads
+from paceline.runtime.live.protocol.configuration import MultihostOptions
+from paceline.runtime.live.server import push_batching
+from paceline.runtime.live.server.server import LiveServer
+from paceline.runtime.live.server.shard_executor import ShardExecutor
+from paceline.runtime.live.worker import host_copies, startup
+from paceline.tensors import fused_kernels, shard_optimizer
+from paceline.tensors.shard_optimizer import ThreadCounts
 
 
 @contextmanager
 def changed(variant: str) -> Iterator[None]:
     """Servers and workers are forks of this process: what is changed here is changed there."""
     name, _, number = variant.partition("=")
-    with mock.patch.object(slices, "MOST_THREADS", 1 << 10 if number else slices.MOST_THREADS):
+    with mock.patch.object(shard_optimizer, "MOST_THREADS", 1 << 10 if number else shard_optimizer.MOST_THREADS):
         if name == "awake":
-            change = mock.patch.object(joining, "give_way", return_value=None)
+            change = mock.patch.object(startup, "give_way", return_value=None)
         elif name == "own":
             change = mock.patch.object(BSP, "in_step", False)
         elif name == "together":
-            change = mock.patch.object(together, "WORTH_IT", 0)
+            change = mock.patch.object(push_batching, "WORTH_IT", 0)
         elif name == "each":
-            change = mock.patch.object(Together, "put_off", return_value=False)
+            change = mock.patch.object(ShardExecutor, "defer", return_value=False)
         elif name == "hasty":
-            change = mock.patch.object(Together, "let_others_run", return_value=None)
+            change = mock.patch.object(LiveServer, "let_others_run", return_value=None)
         elif name == "through":
-            change = mock.patch.object(staging, "AROUND", 1 << 62)
+            change = mock.patch.object(host_copies, "AROUND", 1 << 62)
         elif name == "torch":
-            change = mock.patch.object(passes, "_passes", None)
+            change = mock.patch.object(fused_kernels, "_passes", None)
         elif name == "threads":
-            change = mock.patch.object(Threads, "of", return_value=Threads(int(number), int(number)))
+            change = mock.patch.object(ThreadCounts, "of", return_value=ThreadCounts(int(number), int(number)))
         elif variant == "now":
-            change = mock.patch.object(joining, "give_way", joining.give_way)
+            change = mock.patch.object(startup, "give_way", startup.give_way)
         else:
             raise SystemExit(f"there is no variant {variant!r}: see --help")
         with change:
@@ -75,13 +79,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tcp", action="store_true", help="over TCP on the loopback, without keys")
     options = parser.parse_args()
-    abroad = Abroad("127.0.0.1", "", keys=False, near=False) if options.tcp else None
+    multihost = MultihostOptions("127.0.0.1", "", keys=False, shared_memory=False) if options.tcp else None
     counts = {**exchange.counts(int(options.params)), "transport": "tcp" if options.tcp else "shm"}
     found: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         for variant in options.variants:
             with changed(variant):
-                rate, _floats = exchange.measure_paceline(options.mode, options.workers, counts, abroad)
+                rate, _floats = exchange.measure_paceline(options.mode, options.workers, counts, multihost)
             found.setdefault(variant, []).append(rate if options.mode == "asp" else 1000 * options.workers / rate)
     unit = "pushes/s" if options.mode == "asp" else "ms an iteration"
     for variant, values in found.items():

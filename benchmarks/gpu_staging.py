@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.runtime.live import memory
-from paceline.runtime.live.worker import cuda
-from paceline.runtime.live.worker.staging import Transfer
+from paceline.runtime.live.storage import shared_memory
+from paceline.runtime.live.worker import cuda_copies
+from paceline.runtime.live.worker.stream_copies import StreamCopies
 from paceline.tensors.layout import layout_of
 
 SHAPES = {
@@ -45,13 +45,15 @@ def measure(shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, dict[st
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.randn(shape, device=device) for shape in shapes]
     layout = layout_of((str(index), tensor, 0) for index, tensor in enumerate(tensors))
-    folder = memory.RunFolder()
+    folder = shared_memory.RunFolder()
     try:
-        segment, other = (memory.create(folder.path / name, layout) for name in ("registered", "plain"))
-        if problem := cuda.pin(segment, device):
+        segment, other = (shared_memory.create(folder.path / name, layout) for name in ("registered", "plain"))
+        if problem := cuda_copies.pin(segment, device):
             raise SystemExit(f"the segment cannot be registered: {problem}")
-        registered = Transfer(tensors, layout.views(segment), layout.views(segment), cuda.lanes_for(tensors))
-        plain = Transfer(tensors, layout.views(other), layout.views(other), {})
+        registered = StreamCopies(
+            tensors, layout.views(segment), layout.views(segment), cuda_copies.copy_streams_for(tensors)
+        )
+        plain = StreamCopies(tensors, layout.views(other), layout.views(other), {})
         pinned, flat = torch.empty(layout.numel, pin_memory=True), torch.randn(layout.numel, device=device)
         nbytes = layout.numel * layout.itemsize
         ways: dict[str, dict[str, Callable[[], object]]] = {
@@ -71,13 +73,13 @@ def measure(shapes: Sequence[tuple[int, ...]], rounds: int) -> dict[str, dict[st
             for way, works in ways.items()
         }
         check(registered, tensors, segment)
-        cuda.unpin(segment)
+        cuda_copies.unpin(segment)
     finally:
         folder.remove()
     return found
 
 
-def check(transfer: Transfer, tensors: Sequence[Tensor], segment: Tensor) -> None:
+def check(transfer: StreamCopies, tensors: Sequence[Tensor], segment: Tensor) -> None:
     """What is fast must also be right."""
     assert transfer.write(tensors)
     assert torch.equal(segment, torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu())

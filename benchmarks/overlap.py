@@ -28,9 +28,9 @@ from torch import nn
 import paceline
 from paceline import policies
 from paceline.core.messages import Members
-from paceline.runtime.live.configuration import Abroad
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.function_workers import function_starter
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.protocol.configuration import MultihostOptions
 
 LAYERS = 10
 SO_MAX_PACING_RATE = 47
@@ -65,11 +65,11 @@ def measure(args: argparse.Namespace, overlap: bool) -> dict[str, list[float]]:
                 paceline.log(loss=1000 * (backward - forward), accuracy=1000 * (end - backward))
                 paceline.log(loss=1000 * (end - began))
 
-    plan = LivePlan(
+    plan = RunPlan(
         members=Members(args.workers, args.servers),
         start_worker=function_starter(work),
         policy=policies.parse("asp"),
-        abroad=Abroad("127.0.0.1", "", near=False) if args.transport == "tcp" else None,
+        multihost=MultihostOptions("127.0.0.1", "", shared_memory=False) if args.transport == "tcp" else None,
     )
     run = Driver(plan).run()
     assert not run.failures, run.failures

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from paceline.bench import peers
+from paceline.bench import competitors
 
 WORKERS = 4
 
@@ -25,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     wanted = {"params": int(options.params), "warm": 20, "count": options.answers, "transport": "shm", "look": True}
     for name, server in (("without a lock", "rpc_unlocked"), ("with a lock", "rpc")):
-        shares = peers.measure(server, WORKERS + 1, wanted)[1:]
+        shares = competitors.measure(server, WORKERS + 1, wanted)[1:]
         print(f"{name}: {sum(shares) / WORKERS:.1%} of {WORKERS * options.answers} answers are not one version")
 
 

@@ -28,10 +28,10 @@ from paceline.cluster import load
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy
 from paceline.errors import PacelineError
-from paceline.runtime.live import memory
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.function_workers import function_starter
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.storage import shared_memory
 
 WAYS = ("interrupt", "terminate", "kill the driver", "kill a server", "a worker raises", "time limit")
 POLICIES = (
@@ -45,7 +45,7 @@ GONE_S = 10.0
 def group(leader: int) -> list[int]:
     """The living processes of a group."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in [each / "stat" for each in Path("/proc").iterdir() if each.name.isdigit()]:
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
@@ -77,10 +77,10 @@ def drive(way: str, policy: str, seed: int, after_s: float) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     raise_at = 20 if way == "a worker raises" else -1
-    care = Care(abort=way == "a worker raises", timeout_s=after_s if way == "time limit" else None)
+    care = FaultPolicy(abort=way == "a worker raises", timeout_s=after_s if way == "time limit" else None)
     peers = isinstance(policies.parse(policy), PeerPolicy)
     by_script = peers and seed // len(WAYS) % 2 == 1
-    plan = LivePlan(
+    plan = RunPlan(
         Members(3, 0 if peers and not by_script else 2),
         function_starter(lambda: work(raise_at, policy if by_script else None)),
         None if by_script else policies.parse(policy),
@@ -93,8 +93,8 @@ def drive(way: str, policy: str, seed: int, after_s: float) -> None:
         def turn() -> None:
             start()
             if time.monotonic() > until:
-                role = "worker" if driver.peers.active else "server"
-                victims = [child for child in driver.children.values() if child.role == role]
+                role = "worker" if driver.parts.state.without_servers else "server"
+                victims = [child for child in driver.parts.children.values() if child.role == role]
                 if victims:
                     victims[0].kill()
 
@@ -138,9 +138,9 @@ def main() -> None:
         done[way] += 1
         if sys.stderr.isatty():
             print(f"\r{number + 1}/{options.runs}", end="", file=sys.stderr)
-    unclean = len(memory.stale())
-    memory.RunFolder().remove()
-    left = memory.stale()
+    unclean = len(shared_memory.stale())
+    shared_memory.RunFolder().remove()
+    left = shared_memory.stale()
     assert not left, f"left in /dev/shm: {left}"
     ways = ", ".join(f"{count} {way}" for way, count in done.items())
     print(f"{options.runs} aborted runs in {time.monotonic() - began:.0f} s ({ways}): no process left; "

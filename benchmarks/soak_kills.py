@@ -29,10 +29,10 @@ from paceline.cluster import load
 from paceline.core.actions import Apply
 from paceline.core.events import PushArrived
 from paceline.core.messages import Members
+from paceline.function_workers import function_starter
 from paceline.run import Run, Target
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
 from paceline.testing.samples import RecordedSampler, lost
 from paceline.workloads.base import Workload
 
@@ -66,7 +66,7 @@ def train(workload: Workload, folder: Path) -> None:
                 sampler.used(batch.tolist(), not opt.step_was_dropped)
             if world.rank == 0:
                 measured = workload.evaluate(module)
-                paceline.log(**{name: value for name, value in measured.items() if value is not None})
+                paceline.log(**measured)
 
 
 def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]:
@@ -75,9 +75,9 @@ def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]
     With one server or two, by the seed: under BSP one shares its parameters. Also how many epochs were finished.
     """
     work = partial(train, workloads.load("digits-mlp"), folder)  # loaded here: forks that import are poor victims
-    plan = LivePlan(
+    plan = RunPlan(
         Members(4, 1 + seed // len(POLICIES) % 2), function_starter(work), policies.parse(policy),
-        load("lognormal:compute_s=0.004"), seed=seed, care=Care(restarts=kills, timeout_s=120), target=None,
+        load("lognormal:compute_s=0.004"), seed=seed, care=FaultPolicy(restarts=kills, timeout_s=120), target=None,
     )  # fmt: skip
     driver = Driver(plan, say=lambda line: None)
     chance = random.Random(seed)
@@ -85,30 +85,30 @@ def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]
     def kill() -> None:
         for _ in range(kills):
             time.sleep(chance.uniform(0.02, 0.4))
-            victims = [child for child in driver.live_workers() if child.rank != 0]
-            while not victims or not driver.begun:
+            victims = [child for child in driver.parts.workers.live() if child.rank != 0]
+            while not victims or not driver.parts.state.begun:
                 time.sleep(0.01)
-                victims = [child for child in driver.live_workers() if child.rank != 0]
+                victims = [child for child in driver.parts.workers.live() if child.rank != 0]
             chance.choice(victims).kill()
-        (table,) = driver.decks.tables.values()
-        touched = set(range(table.deck.unopened))
+        (table,) = driver.parts.sample_dispatchers.dispatches.values()
+        touched = set(range(table.machine.unopened))
         while not (finished := set(table.finished())) >= touched or not reached(driver):
-            assert driver.live_workers(), f"the run ended; not finished: {touched - finished}"
+            assert driver.parts.workers.live(), f"the run ended; not finished: {touched - finished}"
             time.sleep(0.01)
-        driver.interrupts.count = 1
+        driver.parts.interrupts.count = 1
 
     killer = threading.Thread(target=kill)
     killer.start()
     run = driver.run()
     killer.join()
-    (table,) = driver.decks.tables.values()
+    (table,) = driver.parts.sample_dispatchers.dispatches.values()
     assert table.finished(), "no epoch was finished"  # all that kills have touched are: see above
     assert lost(folder, table) == {}, f"samples were lost: {lost(folder, table)}"
     return run, len(table.finished())
 
 
 def reached(driver: Driver) -> bool:
-    return any(TARGET.reached(point) for point in driver.history[-20:])
+    return any(TARGET.reached(point) for point in driver.parts.logged.history[-20:])
 
 
 def check(run: Run) -> None:

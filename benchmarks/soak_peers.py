@@ -29,11 +29,11 @@ from paceline.cluster import load
 from paceline.core.actions import Drop, Reduce
 from paceline.core.events import OfferArrived, ReplyArrived, UpdateArrived
 from paceline.core.messages import Members
+from paceline.function_workers import function_starter
 from paceline.run import Run, Target
-from paceline.runtime.driver import handle_of
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.execution import handle_of
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
 from paceline.testing.samples import RecordedSampler, lost
 from paceline.workloads.base import Workload
 
@@ -69,7 +69,7 @@ def train(workload: Workload, folder: Path) -> None:
                 sampler.used(batch.tolist(), not opt.step_was_dropped)
             if world.rank in (0, world.size - 1) and opt.global_step % 5 == 0:
                 measured = workload.evaluate(module)
-                paceline.log(**{name: value for name, value in measured.items() if value is not None})
+                paceline.log(**measured)
 
 
 def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]:
@@ -78,9 +78,9 @@ def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]
     Also how many epochs were finished.
     """
     work = partial(train, workloads.load("digits-mlp"), folder)  # loaded here: forks that import are poor victims
-    plan = LivePlan(
+    plan = RunPlan(
         Members(PEERS, 0), function_starter(work), policies.parse(policy), load("lognormal:compute_s=0.004"),
-        seed=seed, care=Care(restarts=kills, timeout_s=120), target=None,
+        seed=seed, care=FaultPolicy(restarts=kills, timeout_s=120), target=None,
     )  # fmt: skip
     driver = Driver(plan, say=lambda line: None)
     chance = random.Random(seed)
@@ -88,28 +88,28 @@ def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]
     def kill() -> None:
         for _ in range(kills):
             time.sleep(chance.uniform(0.02, 0.3))
-            while not driver.begun or len(driver.peers.holding) < 3:
+            while not driver.parts.state.begun or len(driver.parts.peers.holding) < 3:
                 time.sleep(0.01)
-            chance.choice(driver.live_workers()).kill()
-        (table,) = driver.decks.tables.values()
-        touched = set(range(table.deck.unopened))
+            chance.choice(driver.parts.workers.live()).kill()
+        (table,) = driver.parts.sample_dispatchers.dispatches.values()
+        touched = set(range(table.machine.unopened))
         while not (finished := set(table.finished())) >= touched or not reached(driver):
-            assert driver.live_workers(), f"the run ended; not finished: {touched - finished}"
+            assert driver.parts.workers.live(), f"the run ended; not finished: {touched - finished}"
             time.sleep(0.01)
-        driver.interrupts.count = 1
+        driver.parts.interrupts.count = 1
 
     killer = threading.Thread(target=kill)
     killer.start()
     run = driver.run()
     killer.join()
-    (table,) = driver.decks.tables.values()
+    (table,) = driver.parts.sample_dispatchers.dispatches.values()
     assert table.finished(), "no epoch was finished"
     assert lost(folder, table) == {}, f"samples were lost: {lost(folder, table)}"
     return run, len(table.finished())
 
 
 def reached(driver: Driver) -> bool:
-    return any(TARGET.reached(point) for point in driver.history[-20:])
+    return any(TARGET.reached(point) for point in driver.parts.logged.history[-20:])
 
 
 def check(run: Run) -> None:
@@ -141,10 +141,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", default="", help="only policies whose text begins so: hop, adpsgd, ...")
     options = parser.parse_args()
+    chosen = [policy for policy in POLICIES if policy.startswith(options.policy)]
+    if not chosen:
+        parser.error(f"no policy begins with {options.policy!r}: {', '.join(POLICIES)}")
     done, number, epochs, began = 0, 0, 0, time.monotonic()
     while done < options.kills:
-        policy, kills = POLICIES[number % len(POLICIES)], min(5, options.kills - done)
+        policy, kills = chosen[number % len(chosen)], min(5, options.kills - done)
         with tempfile.TemporaryDirectory() as folder:
             run, finished = one_run(policy, kills, options.seed + number, Path(folder))
         check(run)

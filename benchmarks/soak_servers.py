@@ -23,14 +23,14 @@ from paceline import policies, workloads
 from paceline.cluster import load
 from paceline.core.actions import Apply, Drop
 from paceline.core.messages import Members
+from paceline.function_workers import function_starter
 from paceline.run import Run
-from paceline.runtime.live import wire
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.protocol import resizing_messages
 from paceline.tensors import optimizers
-from paceline.training import train
+from paceline.workload_training import train
 
 POLICIES = (
     "bsp", "ssp:staleness=3", "asp", "backup:extra=1", "deadline", "dssp:low=1,high=4", "scheduled",
@@ -61,19 +61,25 @@ class Trouble:
     def turn_and_trouble(self) -> None:
         self.turn()
         driver = self.driver
-        if not driver.begun or driver.asked_to_finish or len(driver.history) > ITERATIONS * 0.9:
+        if (
+            not driver.parts.state.begun
+            or driver.parts.state.finishing
+            or len(driver.parts.logged.history) > ITERATIONS * 0.9
+        ):
             return
         if self.is_due("ask", 0.5):
             self.asked += 1
-            driver.reslicing.want(wire.Want(self.draw.randint(1, 5)))
-        workers = [child for child in driver.live_workers() if child.rank]
+            driver.parts.resizing.want(resizing_messages.Want(self.draw.randint(1, 5)))
+        workers = [child for child in driver.parts.workers.live() if child.rank]
         if workers and self.killed < KILLS and self.is_due("kill", 1.0):
             self.killed += 1
             self.draw.choice(workers).kill()
-        restartable = self.kill_servers and driver.keeper is not None and driver.keeper.last is not None
+        restartable = (
+            self.kill_servers and driver.parts.checkpointer is not None and driver.parts.checkpointer.last is not None
+        )
         if restartable and self.is_due("kill server", 1.5):
             self.servers_killed += 1
-            self.draw.choice([child for child in driver.children.values() if child.role == "server"]).kill()
+            self.draw.choice([child for child in driver.parts.children.values() if child.role == "server"]).kill()
 
 
 def check(run: Run, servers_killed: int) -> None:
@@ -102,14 +108,14 @@ def main() -> None:
     for number in range(given.runs):
         policy = given.policy or POLICIES[number % len(POLICIES)]
         with tempfile.TemporaryDirectory() as folder:
-            plan = LivePlan(
+            plan = RunPlan(
                 Members(3, 1 + number % 2),
                 function_starter(work),
                 policies.parse(policy),
                 load("random-slowdown:factor=4,compute_s=0.005"),
                 given.seed + number,
-                care=Care(restarts=100, timeout_s=120),
-                keeping=Keeping(Path(folder), every_updates=10) if given.kill_servers else None,
+                care=FaultPolicy(restarts=100, timeout_s=120),
+                checkpointing=CheckpointOptions(Path(folder), every_updates=10) if given.kill_servers else None,
             )
             driver = Driver(plan, say=lambda line: None)
             trouble = Trouble(driver, random.Random(given.seed + number), given.kill_servers)

@@ -4,7 +4,8 @@ caches.
     python benchmarks/step_cost.py --mode asp --params 1000 1000000
 
 Four workers and a server, as in `paceline bench exchange`. Copying a gradient into shared memory and looking at it is
-measured by itself, and taken off what a step takes altogether. (Reading the processor's clock twice a step is in it.)
+measured by itself, where it happens, by a function put in its place in this process and its forks; it is taken off what
+a step takes altogether. (Reading the processor's clock twice a step is in it.)
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from paceline import policies, session
 from paceline.core.messages import Members
+from paceline.function_workers import function_starter
 from paceline.optim import Optimizer
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.worker import staging
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.tensors import fused_kernels
 
 WORKERS = 4
 WARM, COUNT = 100, 1000
@@ -30,15 +31,15 @@ WARM, COUNT = 100, 1000
 
 def measure(mode: str, params: int) -> tuple[float, float]:
     """Microseconds of a step: the gradient, and the rest. The median of the workers."""
-    copy_and_look = staging.copy_and_look
+    copy_and_check_finite = fused_kernels.copy_and_check_finite
 
     def work() -> None:
         spent = 0.0
 
-        def measured(gradient: Tensor, view: Tensor) -> bool:
+        def measured(*given: Any) -> bool:
             nonlocal spent
             began = time.process_time()
-            finite = copy_and_look(gradient, view)
+            finite = copy_and_check_finite(*given)
             spent += time.process_time() - began
             return finite
 
@@ -48,14 +49,14 @@ def measure(mode: str, params: int) -> tuple[float, float]:
         opt = Optimizer(torch.optim.SGD([parameter], lr=0.1))
         for _ in range(WARM):
             opt.step()
-        with mock.patch.object(staging, "copy_and_look", measured):
+        with mock.patch.object(fused_kernels, "copy_and_check_finite", measured):
             began = time.process_time()
             for _ in range(COUNT):
                 opt.step()
             took = time.process_time() - began
         session.log(loss=1e6 * spent / COUNT, accuracy=1e6 * (took - spent) / COUNT)
 
-    run = Driver(LivePlan(Members(WORKERS, 1), function_starter(work), policies.parse(mode))).run()
+    run = Driver(RunPlan(Members(WORKERS, 1), function_starter(work), policies.parse(mode))).run()
     gradient = [point.loss for point in run.history if point.loss is not None]
     rest = [point.accuracy for point in run.history if point.accuracy is not None]
     return statistics.median(gradient), statistics.median(rest)

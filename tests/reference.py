@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline import workloads
-from paceline.dealing import Dealer
+from paceline.sample_order import SampleOrder
 from paceline.tensors import optimizers
 from paceline.workloads.base import in_dtype
 
@@ -15,13 +15,16 @@ def train_alone(
 ) -> dict[str, torch.Tensor]:
     workload = workloads.load(workload_name)
     module = workload.module(seed, dtype)
-    opt = optimizers.parse(optimizer).build([list(module.parameters())])
-    dealer = Dealer(len(workload.train[0]), workers, workload.batch, seed)
+    spec = optimizers.parse(optimizer)
+    opt = spec.build([list(module.parameters())])
+    order = SampleOrder(len(workload.train[0]), workers, workload.batch, seed)
     x, y = (in_dtype(tensor, dtype) for tensor in workload.train)
     for step in range(iterations):
-        samples = torch.from_numpy(dealer.joined(step))
+        samples = torch.from_numpy(order.joined(step))
         opt.zero_grad()
         workload.loss(module(x[samples]), y[samples]).backward()
+        if spec.extras.clip_mean is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), spec.extras.clip_mean)
         opt.step()
     return {name: value.detach() for name, value in module.named_parameters()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,24 +16,25 @@ from paceline import policies, workloads
 from paceline.cluster import Cluster
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
-from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError
+from paceline.live_evaluation import LiveEvaluation
+from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
 from paceline.run import Point, Run, Target
-from paceline.serverless import check_live_scenario, check_places, refuse_servers, warning_of
+from paceline.sample_order import SHUFFLED
 from paceline.tensors import optimizers
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
-from paceline.training import train
+from paceline.workload_training import train
 from paceline.workloads.base import Workload
 
 ITERATIONS = 200
 ITERATIONS_TO_TARGET = 2000
-"""Each worker's limit when a target is given and `iterations` is not."""
+"""The limit of each worker's iterations if a target is given and `iterations` is not."""
 
 MOST_SERVERS = 1024
-"""More than any machine has use for: each is a process, and each worker talks to all of them."""
+"""More servers than any machine has use for: each is a process, and each worker talks to all of them."""
 MOST_SEED = 2**63 - 1
-"""What torch takes."""
+"""The largest seed that torch accepts."""
 
 Watcher = Callable[[Point], None]
 
@@ -55,13 +57,21 @@ def simulate(
     shards: str = SHUFFLED,
     watch: Watcher | None = None,
 ) -> Run:
-    """Train `workload` in virtual time: real gradients, simulated clock, the same result for the same seed.
+    """Trains `workload` in virtual time: real gradients, a simulated clock, the same result for the same seed.
 
-    Each worker does `iterations`; a run with a `target` ("accuracy=0.95") ends when it is reached. `watch` is
-    called with each point of the history as it comes. With `by_layer` workers read and push layer by layer, and
-    there is a server for each layer. `slicing` is how the parameters are cut over the servers: "eps" or "key-range".
-    `servers` is 1 if not given; under a policy without any (hop, adpsgd) `workers` are peers, and what is evaluated is
-    their average. `shards` is how samples are dealt: "shuffled", or "sorted" by label, each worker its own for good.
+        run = paceline.simulate("digits-mlp", "ssp:staleness=3", cluster="random-slowdown:factor=6", iterations=100)
+        print(run); run.history; run.metrics; run.report("run.html")
+
+    `workload`, `policy` and `cluster` are texts, as for `paceline compare`, or objects; `paceline policies` and
+    `paceline scenarios` list them. `servers` is 1 if not given; under a policy without any (hop, adpsgd) `workers` are
+    peers, and what is evaluated is their average. Each worker does `iterations`; a run with a `target`
+    ("accuracy=0.95") ends when it is reached. `optimizer` ("adam:lr=0.001") and `batch`, the samples of a gradient, are
+    the workload's own if not given; `dtype` is "float32" or "float64". `watch` is called with each point of the history
+    as it comes.
+
+    With `by_layer` workers read and push layer by layer, and there is a server for each layer. `slicing` is how the
+    parameters are cut over the servers: "eps", equal slices, or "key-range", as in ps-lite. `shards` is how samples are
+    dealt: "shuffled", or "sorted" by label, each worker its own for good.
     """
     check_servers_used([policy], servers)
     job = Job(
@@ -85,62 +95,56 @@ def simulate(
 
 
 def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = None) -> Run:
-    """Do a job in virtual time."""
-    from paceline.runtime.virtual.peers import PeerSimulation
-    from paceline.runtime.virtual.simulation import Plan, Simulation
+    """Trains a job in virtual time."""
+    from paceline.runtime.virtual.tensor_backends import Training
+    from paceline.runtime.virtual.training import run_training
+    from paceline.runtime.virtual.world import SimulationPlan
 
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
-    plan = Plan(
-        policy=job.policy,
-        workload=job.workload,
-        cluster=job.cluster,
-        members=job.members,
-        optimizer=job.optimizer,
-        seed=job.seed,
-        iterations=job.iterations,
-        target=job.target,
-        batch=job.batch,
-        dtype=DTYPES[dtype],
-        by_layer=job.by_layer,
-        slicing=job.slicing,
-        shards=job.shards,
+    plan = SimulationPlan(
+        job.policy, job.cluster, job.members, job.iterations, job.seed, job.by_layer, checked=True, goodbyes=True
     )
-    run = (PeerSimulation if isinstance(job.policy, PeerPolicy) else Simulation)(plan, watch).run()
+    training = Training(
+        job.workload, job.optimizer, job.target, job.batch, DTYPES[dtype], slicing=job.slicing, shards=job.shards
+    )
+    run = run_training(plan, training, watch)
     run.config = job.config()
     return run
 
 
 def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
-    """Do a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
+    """Trains a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     if job.by_layer:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
     if job.shards != SHUFFLED:
         raise ConfigError("shards=sorted is for virtual time")
-    run = launch(
-        partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed),
-        workers=job.members.workers,
-        servers=job.members.servers or None,
-        policy=job.policy,
-        cluster=job.cluster,
-        seed=job.seed,
-        target=str(job.target) if job.target is not None else None,
-        slicing=job.slicing,
-        watch=watch,
-    )
+    with closing(LiveEvaluation(job.workload, job.seed)) as evaluation:
+        with evaluation.evaluating() if job.target is not None else nullcontext():
+            run = launch(
+                partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed, evaluation),
+                workers=job.members.workers,
+                servers=job.members.servers or None,
+                policy=job.policy,
+                cluster=job.cluster,
+                seed=job.seed,
+                target=str(job.target) if job.target is not None else None,
+                slicing=job.slicing,
+                watch=watch,
+            )
+        _evaluate(run, evaluation)
     run.config = job.config()
-    if isinstance(job.policy, PeerPolicy):
-        _evaluate_average(job, run)
     return run
 
 
-def _evaluate_average(job: Job, run: Run) -> None:
-    """Peers log their own loss and accuracy; at the end those of their average are what counts."""
-    module = job.workload.module(job.seed)
-    module.load_state_dict(run.model())
-    measured = job.workload.evaluate(module)
-    run.history.append(Point(run.time_s, run.metrics.updates, measured["loss"], measured["accuracy"]))
-    run.evaluated = f"peer 0, and in the end {run.evaluated.partition('the model is ')[2]}"
+def _evaluate(run: Run, evaluation: LiveEvaluation) -> None:
+    """Replaces what worker 0 has logged by what its copies are worth and, at the end, the model that the run leaves."""
+    at_end = Point(run.time_s, run.metrics.updates, evaluation.of_model(run.model()))
+    run.history = [*evaluation.history(), at_end]
+    if run.target is not None:
+        run.time_to_target_s = next((point.time_s for point in run.history if run.target.reached(point)), None)
+    if not run.trace.header.members.servers:
+        run.evaluated = f"peer 0, and in the end {run.evaluated.partition('the model is ')[2]}"
 
 
 def launch(
@@ -156,26 +160,32 @@ def launch(
     slicing: str = EPS,
     watch: Watcher | None = None,
 ) -> Run:
-    """Call `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
+    """Trains live: calls `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
 
-    `fn` is an ordinary training function that uses `paceline.Optimizer`. It runs in forks of this process, so
-    closures and functions of a notebook work. A `policy` given here beats the one in `fn`. `slicing` is how the
-    parameters are cut over the servers: "eps", or "key-range" as in ps-lite. Under a policy without servers (hop,
-    adpsgd) the processes are peers, each with an optimizer of its own, and the model is their average.
+        run = paceline.launch(train, workers=4, servers=1, policy="asp")
+
+    `fn` is an ordinary training function that uses `paceline.Optimizer`. It runs in forks of this process, so closures
+    and functions of a notebook work. A `policy` given here overrides the one in `fn`. Under a policy without servers
+    (hop, adpsgd) the processes are peers, each with an optimizer of its own, and the model is their average.
+
+    `cluster` slows workers down and injects faults as a scenario says, drawn from `seed`. The run ends when `fn` has
+    returned everywhere, or when what it logs reaches the `target` ("accuracy=0.95", "val_loss<=2"); it fails if it
+    takes longer than `timeout_s`. `slicing` is how the parameters are cut over the servers: "eps", equal slices, or
+    "key-range", as in ps-lite. `watch` is called with each point of the history as it comes.
     """
-    from paceline.runtime.live.driver.children import function_starter
-    from paceline.runtime.live.driver.launch import Driver, LivePlan
-    from paceline.runtime.live.driver.watching import Care
+    from paceline.function_workers import function_starter
+    from paceline.runtime.live.driver.driver import Driver, RunPlan
+    from paceline.runtime.live.driver.health import FaultPolicy
 
     size = check_live(workers, servers, policy, cluster, slicing, seed)
-    plan = LivePlan(
+    plan = RunPlan(
         members=size.members,
         start_worker=function_starter(fn),
         policy=size.policy,
         cluster=size.cluster,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
-        care=Care(timeout_s=timeout_s),
+        care=FaultPolicy(timeout_s=timeout_s),
         slicing=check_slicing(slicing),
         servers_asked=servers,
     )
@@ -183,7 +193,7 @@ def launch(
 
 
 class Job:
-    """A bundled workload to train, on what and how: everything checked, nothing started."""
+    """A bundled workload to train, with everything checked and nothing started."""
 
     def __init__(
         self,
@@ -227,7 +237,7 @@ class Job:
         self.seed = seed
 
     def _check_peers(self) -> None:
-        """Refuse what only servers can do. How many servers there are does not matter: others may be compared with."""
+        """Refuses what only servers can do. A number of servers is no reason: other policies may be compared with."""
         if self.by_layer or self.slicing != EPS:
             raise ConfigError(f"{self.policy} has no servers: slicing and by_layer are not for it")
         check_places(self.cluster, self.members)
@@ -285,14 +295,14 @@ def check_policy(policy: str | Policy, members: Members) -> Policy:
 
 
 def check_servers_used(given: Sequence[str | Policy], servers: int | None) -> None:
-    """Refuse a number of servers where no policy has any; beside one that has some, the others do without."""
+    """Refuses a number of servers where no policy has any; policies without servers may stand beside one with."""
     checked = [policies.parse(policy) for policy in given]
     if checked and all(isinstance(policy, PeerPolicy) for policy in checked):
         refuse_servers(checked[0], servers, EPS)
 
 
 class LiveSize(NamedTuple):
-    """Who takes part in a live run, under which policy, on what: checked."""
+    """The members of a live run, its policy and its scenario, checked."""
 
     members: Members
     policy: Policy | None
@@ -307,7 +317,8 @@ def check_live(
     slicing: str,
     seed: int,
 ) -> LiveSize:
-    """Refuse what cannot run live. Without a policy it is the script's, and there are servers until it says."""
+    """Refuses what cannot run live. Without a policy it is the script's, and servers are assumed until the script
+    says."""
     checked = policies.parse(policy) if policy is not None else None
     members = check_members(workers, 1 if servers is None else servers, seed)
     if isinstance(checked, PeerPolicy):
@@ -324,7 +335,7 @@ def check_live(
 
 
 def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:
-    """The optimizer for this workload; refused if it cannot train its tensors on so many servers."""
+    """Returns the optimizer for this workload; refuses one that cannot train its tensors on so many servers."""
     spec = optimizers.parse(text)
     if not spec.extras.batch:
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
@@ -337,7 +348,7 @@ def check_optimizer(text: str, workload: Workload, batch: int, members: Members,
 
 
 def trained_in(workload: Workload) -> list[tuple[str, torch.Tensor, int]]:
-    """(name, tensor, group) of what a workload trains."""
+    """Returns (name, tensor, group) of what a workload trains."""
     return [(name, tensor, 0) for name, tensor in workload.module(0).named_parameters() if tensor.requires_grad]
 
 

@@ -6,60 +6,61 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-import tyro
-
-from paceline.commands.bench import BenchExchange, BenchSafety, BenchStraggler
-from paceline.commands.bench_gradients import BenchGradients
-from paceline.commands.bench_peers import BenchPeers
-from paceline.commands.bench_simulator import BenchSimulator
-from paceline.commands.bench_tuner import BenchTuner
-from paceline.commands.bench_zipline import BenchZipline
-from paceline.commands.catalogue import Doctor, Policies, Scenarios
-from paceline.commands.compare import Compare, Simulate
-from paceline.commands.graph import Graph
-from paceline.commands.host import Host
-from paceline.commands.hosts import Join, Serve
-from paceline.commands.replay import Replay
-from paceline.commands.reproduce import Reproduce
-from paceline.commands.run import Report, Resume, Run, Servers
-from paceline.commands.tune import Tune
 from paceline.errors import ConfigError, PacelineError
 
-COMMANDS: dict[str, Any] = {
-    "compare": Compare,
-    "simulate": Simulate,
-    "run": Run,
-    "resume": Resume,
-    "serve": Serve,
-    "join": Join,
-    "host": Host,
-    "servers": Servers,
-    "replay": Replay,
-    "report": Report,
-    "reproduce": Reproduce,
-    "tune": Tune,
-    "bench exchange": BenchExchange,
-    "bench safety": BenchSafety,
-    "bench straggler": BenchStraggler,
-    "bench peers": BenchPeers,
-    "bench gradients": BenchGradients,
-    "bench simulator": BenchSimulator,
-    "bench zipline": BenchZipline,
-    "bench tuner": BenchTuner,
-    "policies": Policies,
-    "scenarios": Scenarios,
-    "graph": Graph,
-    "doctor": Doctor,
+
+class Command(NamedTuple):
+    """Where a command is found. It is imported when it is called, since most commands need torch, which takes
+    seconds."""
+
+    module: str
+    cls: str
+    about: str
+    """The line about it in `paceline --help`."""
+    takes_script: bool = False
+
+
+GROUPS: dict[str, dict[str, Command]] = {
+    "train": {
+        "run": Command("run", "Run", "run a training script on this machine, in several processes", True),
+        "resume": Command("resume", "Resume", "go on with a run from its last checkpoint", True),
+        "serve": Command("serve_join", "Serve", "hold a run's parameters for workers of other machines", True),
+        "join": Command("serve_join", "Join", "take part in a run of another machine", True),
+        "host": Command("host", "Host", "be one node of a run that torchrun or Slurm has started", True),
+        "servers": Command("run", "Servers", "change the number of servers of a run that goes on"),
+        "report": Command("run", "Report", "write the report of a run as one HTML file"),
+        "replay": Command("replay", "Replay", "play the logs of a durable run again and compare"),
+    },
+    "explore": {
+        "compare": Command("compare", "Compare", "compare policies on one workload, in virtual time or live"),
+        "simulate": Command("compare", "Simulate", "train with one policy in virtual time"),
+        "tune": Command("tune", "Tune", "try specsync with a grid of abort times and rates"),
+        "reproduce": Command("reproduce", "Reproduce", "do a paper's experiment again, its figures beside ours"),
+        "policies": Command("catalogue", "Policies", "list the policies with parameters, ranges and papers"),
+        "scenarios": Command("catalogue", "Scenarios", "list the scenarios of slow machines and faults"),
+        "graph": Command("graph", "Graph", "draw a communication graph of peers and say how it averages"),
+        "doctor": Command("catalogue", "Doctor", "say what this machine can do"),
+    },
+    "measure": {
+        "bench exchange": Command("bench", "BenchExchange", "pushes a second beside torch RPC, Ray and DDP"),
+        "bench straggler": Command("bench", "BenchStraggler", "time to a target with stragglers, beside DDP"),
+        "bench safety": Command("bench", "BenchSafety", "what checks, traces and deduplication cost"),
+        "bench peers": Command("bench", "BenchPeers", "iterations of peers without servers"),
+        "bench gradients": Command("bench_virtual", "BenchGradients", "gradients of many virtual workers at once"),
+        "bench simulator": Command("bench_virtual", "BenchSimulator", "events a second in virtual time"),
+        "bench zipline": Command("bench_virtual", "BenchZipline", "the search for barriers beside the paper's"),
+        "bench tuner": Command("bench_virtual", "BenchTuner", "how long the tuning of specsync takes"),
+    },
 }
-PLAINLY = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-"""What is not given need not be said: no `--json None`, no `--no-durable`."""
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for whom is a policy."
 
 
@@ -68,20 +69,42 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; its exit code."""
+    """Runs one command and returns its exit code."""
 
     def work() -> int:
         own, script = split_script(arguments)
-        command = read(own or ["--help"])
-        if isinstance(command, Run | Serve | Host | Join):
-            return command.main(script)
+        if not own or own[0] in ("-h", "--help"):
+            print(overview())
+            return 0
+        command = read(own)
+        if COMMANDS[name_of(own)].takes_script:
+            return int(command.main(script))
         return int(command.main())
 
-    return guarded(work)
+    with log_shown():
+        return guarded(work)
+
+
+class LogToStderr(logging.Handler):
+    """Prints what the library logs, one line a record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname}: {self.format(record)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def log_shown() -> Iterator[None]:
+    """Has warnings of the library printed meanwhile."""
+    logger, handler = logging.getLogger("paceline"), LogToStderr()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Do it; what goes wrong is one line and an exit code."""
+    """Does the work, and turns what goes wrong into one line and an exit code."""
     try:
         return work()
     except ConfigError as error:
@@ -98,8 +121,8 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is paceline's, and what is the script's: from the first *.py (or what follows `--`) on."""
-    if not arguments or arguments[0] not in ("run", "serve", "join", "host"):
+    """Splits paceline's own arguments from the script's, which begin with the first *.py, or follow `--`."""
+    if not arguments or arguments[0] not in COMMANDS or not COMMANDS[arguments[0]].takes_script:
         return arguments, []
     for index, argument in enumerate(arguments):
         if argument == "--":
@@ -109,35 +132,55 @@ def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments, []
 
 
-def read(arguments: list[str]) -> Any:
-    """The command the arguments describe. tyro's boxed messages become one line."""
-    if arguments[0] == "bench":
-        arguments = [" ".join(arguments[:2]), *arguments[2:]]
-    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        near = get_close_matches(arguments[0], COMMANDS, n=1)
+def overview() -> str:
+    """Returns the text of `paceline --help`, without importing any command."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: paceline COMMAND [options]", "", DESCRIPTION]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:{width}}  {command.about}" for name, command in commands.items())]
+    return "\n".join([*lines, "", "paceline COMMAND --help tells about one of them."])
+
+
+def name_of(arguments: list[str]) -> str:
+    """Returns the command that the arguments begin with, checked."""
+    name = " ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0]
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"there is no command {arguments[0]!r}{hint} (there are: {', '.join(COMMANDS)})")
+        raise ConfigError(f"there is no command {name!r}{hint} (there are: {', '.join(COMMANDS)})")
+    return name
+
+
+def read(arguments: list[str]) -> Any:
+    """Reads the command that the arguments describe; tyro's boxed messages become one line."""
+    name = name_of(arguments)
+    command = getattr(importlib.import_module(f"paceline.commands.{COMMANDS[name].module}"), COMMANDS[name].cls)
+    import tyro
+
+    # What is not given need not be said: no `--json None`, no `--no-durable`.
+    plainly = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, prog="paceline", description=DESCRIPTION, args=arguments, config=PLAINLY
-            )
+            return tyro.cli(command, prog=f"paceline {name}", args=arguments[1 + name.count(" ") :], config=plainly)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ConfigError(_one_line(said.getvalue(), arguments)) from None
+        raise ConfigError(_one_line(said.getvalue(), name)) from None
 
 
-def _one_line(boxed: str, arguments: list[str]) -> str:
+def _one_line(boxed: str, command: str) -> str:
     # The first line is a title; the frame is of box characters or plain ones, as the terminal allows.
     body = [line.strip("│| ") for line in boxed.strip().splitlines()[1:] if any(map(str.isalpha, line))]
     message = body[0] if body else "the arguments cannot be read"
-    hint = next((after for line, after in pairwise(body) if line.startswith("Perhaps")), None)
-    if hint is not None:
-        message += f", perhaps you meant {hint}"
-    command = arguments[0] if arguments[0] in COMMANDS else None
-    return f"{message} (see paceline {command + ' ' if command else ''}--help)"
+    unknown = [word.partition("=")[0] for word in message.partition(": ")[2].split(", ") if word.startswith("--")]
+    if message.startswith("Unrecognized") and unknown:
+        message = f"there is no option {unknown[0]}"
+        # tyro's own order puts --cpus-per-worker before --workers.
+        similar = [line.split()[0] for line in body[1:] if line.startswith("--")]
+        if near := get_close_matches(unknown[0], similar, n=1, cutoff=0.0):
+            message += f", perhaps you meant {near[0]}"
+    return f"{message} (see paceline {command} --help)"
 
 
 if __name__ == "__main__":

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+LONGEST_SHOWN = 10_000
+
+
+def printable(text: str) -> str:
+    """Makes a text of another host safe to show in a terminal: nothing in it is a command to the terminal."""
+    shown = "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text[:LONGEST_SHOWN]
+    )
+    return shown if len(text) <= LONGEST_SHOWN else f"{shown} ..."
+
 
 class PacelineError(Exception):
-    """Base of paceline's own errors."""
+    """The base of paceline's own errors."""
 
 
 class ConfigError(PacelineError):
-    """Something the user wrote cannot be: one line with the value and what is allowed. Exit code 2."""
+    """The user asked for something that cannot be: one line with the value and what is allowed. The exit code is 2."""
 
 
 class RunFailed(PacelineError):
-    """A live run could not go on: one line with who failed and why. Exit code 1."""
+    """A live run could not go on: one line with who failed and why. The exit code is 1."""
+
+
+class Damaged(ConfigError):
+    """A file is not what was written, or is missing: one line with the file and how to go on. The exit code is 2."""

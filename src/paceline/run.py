@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,39 +11,66 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paceline import policies
+from paceline import policies, private_files
 from paceline.core.machine import Machine
 from paceline.core.messages import Node
 from paceline.core.policy import PeerPolicy
+from paceline.core.shard import Shard
 from paceline.core.topology import distances, neighbours
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
+from paceline.metric_names import RESERVED, is_name
 from paceline.report.barriers import Barrier, barriers, totals
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import RunView, write
+from paceline.report.labels import figure
 from paceline.report.metrics import Metrics, measure, spans
 from paceline.report.peers import PeersView, peers_view
 from paceline.report.staleness import staleness_by_shard
 from paceline.tensors.layout import imbalance
 
 KNOWN_METRICS = ("accuracy", "loss")
+"""The metrics that are known to get better upwards and downwards."""
+RELATION = re.compile("(<=|>=|=)")
 ON_SERVERS = "the parameters on the servers"
+FINISHED, TARGET, STOPPED, INTERRUPTED, FAILED = "finished", "target", "stopped", "interrupted", "failed"
+"""The ways a live run comes to its end: `Run.ended`."""
 
 
 class Point(NamedTuple):
-    """The model at one moment: seconds since the run began, optimizer steps, loss and accuracy on the test set."""
+    """The model at one moment: seconds since the run began, optimizer steps, and what was measured or logged, by name.
+
+    A simulation and `compare` measure loss and accuracy on the test set; a script logs what it likes.
+    """
 
     time_s: float
     updates: int
-    loss: float | None
-    accuracy: float | None
+    values: dict[str, float]
+
+    @property
+    def loss(self) -> float | None:
+        return self.values.get("loss")
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.values.get("accuracy")
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the point as one flat object of a JSON file."""
+        return {"time_s": self.time_s, "updates": self.updates, **self.values}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Point:
+        """Makes the point from what `plain` has returned."""
+        values = {name: value for name, value in plain.items() if name not in RESERVED and value is not None}
+        return cls(plain["time_s"], plain["updates"], values)
 
 
 class ServerChange(NamedTuple):
-    """The number of servers changed: when, from and to how many, what share of the parameters moved.
+    """The number of servers changed: when, from and to how many, and what share of the parameters moved.
 
-    `held_s` is from telling the workers to stand still until they are told to go on, `moving_s` the last part of it,
-    in which nobody computes.
+    `held_s` lasts from the order to the workers to wait until the order to go on; in `moving_s`, its last part, nobody
+    computes.
     """
 
     at_s: float
@@ -62,38 +90,46 @@ class ServerChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """When a run has learned enough: accuracy at least, or loss at most, `value`."""
+    """A run has learned enough when a metric is at least (">="), or at most ("<="), `value`.
+
+    With "=" accuracy is to be at least that, loss at most; for other metrics "=" would be ambiguous.
+    """
 
     metric: str
     value: float
+    relation: str = "="
 
     @classmethod
-    def parse(cls, text: str, metrics: tuple[str, ...] = KNOWN_METRICS) -> Target:
+    def parse(cls, text: str, metrics: tuple[str, ...] | None = None) -> Target:
+        """Reads a target. `metrics` are those there will be, if that is known: a script logs what it likes."""
         if not isinstance(text, str):
             raise ConfigError(f"a target is a text like 'accuracy=0.95', got {text!r}")
-        name, equals, number = text.partition("=")
-        if not equals or name not in metrics:
-            raise ConfigError(f"unknown target {text!r}: write METRIC=VALUE with METRIC one of {', '.join(metrics)}")
+        name, relation, number = (*map(str.strip, RELATION.split(text, maxsplit=1)), "", "")[:3]
+        if not relation or not is_name(name) or (metrics is not None and name not in metrics):
+            among = f" with METRIC one of {', '.join(metrics)}" if metrics is not None else ""
+            raise ConfigError(f"unknown target {text!r}: write METRIC=VALUE, METRIC<=VALUE or METRIC>=VALUE{among}")
+        if relation == "=" and name not in KNOWN_METRICS:
+            either = f"{name}<={number} or {name}>={number}"
+            raise ConfigError(f"the target {text!r} does not say which way: write {either} (in quotes, for the shell)")
         try:
             value = float(number)
         except ValueError:
-            raise ConfigError(f"the target {text!r} needs a number after {name}=") from None
+            raise ConfigError(f"the target {text!r} needs a number after {name}{relation}") from None
         if not math.isfinite(value) or (name == "accuracy" and not 0 <= value <= 1):
             allowed = "from 0 to 1" if name == "accuracy" else "a finite number"
             raise ConfigError(f"the target {text!r} is out of range: {name} is {allowed}")
-        return cls(name, value)
+        return cls(name, value, relation)
 
     def __str__(self) -> str:
-        return f"{self.metric}={self.value:g}"
+        return f"{self.metric}{self.relation}{self.value:g}"
 
     def reached(self, point: Point) -> bool:
-        value = point.accuracy if self.metric == "accuracy" else point.loss
-        if value is None or math.isnan(value):
-            return False
-        return value >= self.value if self.metric == "accuracy" else value <= self.value
+        value = point.values.get(self.metric, math.nan)
+        upwards = self.relation == ">=" or (self.relation == "=" and self.metric == "accuracy")
+        return value >= self.value if upwards else value <= self.value
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """The result of `simulate` or `launch`."""
 
@@ -112,14 +148,17 @@ class Run:
     layers: tuple[str, ...] = ()
     """The layers, bottom first, if workers read and pushed layer by layer."""
     evaluated: str = ON_SERVERS
-    """Which parameters history and model are of."""
+    """Says which parameters history and model are of."""
     consensus: list[tuple[float, float]] = field(default_factory=list)
-    """Without servers: when, and how far peers' parameters were from their average, in the mean. Live: at the end."""
+    """Without servers: the mean distance of peers' parameters from their average, with its time; live at the end."""
     config: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    """Live: workers that ended with an error, in words."""
+    """Live: the errors of workers that ended with one, in words."""
     server_changes: list[ServerChange] = field(default_factory=list)
-    """Live: how the number of servers has changed."""
+    """Live: the changes of the number of servers."""
+    ended: str = ""
+    """Live: `FINISHED` (the scripts ended), `TARGET` (reached), `STOPPED` (by `paceline.stop`), `INTERRUPTED` or
+    `FAILED` (a worker has)."""
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -127,49 +166,74 @@ class Run:
 
     @cached_property
     def barriers(self) -> list[Barrier]:
-        """The planned barriers that were reached; none under a policy that does not plan."""
+        """Returns the planned barriers that were reached; none under a policy that does not plan."""
         return barriers(self.trace)
 
     @property
+    def final(self) -> dict[str, float]:
+        """The last value of each metric, by name."""
+        return {name: value for point in self.history for name, value in point.values.items()}
+
+    def outcome(self) -> str:
+        """Says in one line what came of the run."""
+        if self.target is None:
+            said = f"{self.metrics.iterations} iterations in {self.time_s:.2f} s"
+        elif self.time_to_target_s is None:
+            said = f"missed {self.target} in {self.time_s:.2f} s"
+        else:
+            said = f"reached {self.target} after {self.time_to_target_s:.2f} s"
+        final = self.final
+        wanted = [self.target.metric] if self.target is not None else []
+        if name := next((name for name in (*wanted, *KNOWN_METRICS, *final) if name in final), None):
+            said += f", {name} {figure(name, final[name])}"
+        return said + (f", diverged at iteration {self.metrics.iterations}" if self.diverged else "")
+
+    def __repr__(self) -> str:
+        return f"<Run {self.policy}, {self.runtime}: {self.outcome()}>"
+
+    @property
     def diverged(self) -> bool:
-        """Whether its last loss is no number any more."""
-        losses = [point.loss for point in self.history if point.loss is not None]
-        return bool(losses) and not math.isfinite(losses[-1])
+        """Whether the last loss is no number any more."""
+        return not math.isfinite(self.final.get("loss", 0.0))
 
     @property
     def imbalance(self) -> float:
-        """How many times the mean the largest server's slice is; 1 when all are equal."""
+        """Returns how many times the mean the largest server's slice is; 1 when all are equal."""
         return imbalance(self.trace.header.slice_bytes)
 
     def model(self) -> dict[str, Tensor]:
-        """Everything the model's `load_state_dict` needs."""
+        """Returns everything the model's `load_state_dict` needs."""
         return {**self.parameters, **self.others}
 
     def averaged_model(self) -> dict[str, Tensor]:
-        """The model with the moving average of its parameters in their place."""
+        """Returns the model with the moving average of its parameters in their place."""
         return {**self.model(), **self.average}
 
     def replay(self) -> list[Divergence]:
-        """Feed the recorded events into fresh machines; the steps that came out differently (none, that is)."""
+        """Feeds the recorded events into fresh machines, and returns the steps that came out differently: none."""
 
         def machine_of(node: Node, header: Header) -> Machine:
-            return policies.parse(header.policy).machine(node.role, node.rank, header.members, header.seed)
+            machine = policies.parse(header.policy).machine(node.role, node.rank, header.members, header.seed)
+            if isinstance(machine, Shard):
+                machine.clips_mean = header.clips_mean
+            return machine
 
         return replay(self.trace, machine_of)
 
     def staleness_by_layer(self) -> dict[str, dict[str, float]]:
-        """Of each layer's gradients, bottom first (004, Table 1); empty unless the run was by layer."""
+        """Returns the staleness of each layer's gradients, bottom first (Chen et al. 2016, Table 1); empty unless by
+        layer."""
         by_shard = staleness_by_shard(self.trace)
         return {name: by_shard[shard] for shard, name in enumerate(self.layers) if shard in by_shard}
 
     def summary(self) -> dict[str, Any]:
-        """The run as plain data: one element of "runs" in the JSON of `compare` and `simulate`."""
+        """Returns the run as plain data: one element of "runs" in the JSON of `compare` and `simulate`."""
         metrics = self.metrics
-        last = self.history[-1] if self.history else Point(0.0, 0, None, None)
         return {
             "policy": self.policy,
             "time_to_target_s": self.time_to_target_s,
             "iterations": metrics.iterations,
+            "gradients": metrics.gradients,
             "updates": metrics.updates,
             "time_s": self.time_s,
             "wait_share": metrics.wait_share,
@@ -177,23 +241,25 @@ class Run:
             "staleness": metrics.staleness,
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
+            "slowest_worker": metrics.slowest_worker,
             **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
             **({"diverged": True} if self.diverged else {}),
             "evaluated": self.evaluated,
             **({"distance": _finite(self.consensus[-1][1])} if self.consensus else {}),
-            "final": {"loss": _finite(last.loss), "accuracy": _finite(last.accuracy)},
+            "final": {
+                "loss": None,
+                "accuracy": None,
+                **{name: _finite(value) for name, value in self.final.items()},
+            },
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 
     def view(self) -> RunView:
-        """The run as the report needs it."""
-        history = [
-            {**point._asdict(), "loss": _finite(point.loss), "accuracy": _finite(point.accuracy)}
-            for point in self.history
-        ]
+        """Returns the run as the report needs it."""
+        history = [{name: _finite(value) for name, value in point.plain().items()} for point in self.history]
         lanes = spans(self.trace, self.time_s)
         return RunView(
             self.policy,
@@ -207,7 +273,7 @@ class Run:
         )
 
     def peers(self) -> PeersView | None:
-        """How far apart the peers were, and might have been; None where there were servers."""
+        """Returns how far apart the peers were, and might have been; None where there were servers."""
         workers = self.trace.header.members.workers
         policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
         if not isinstance(policy, PeerPolicy):
@@ -224,12 +290,12 @@ class Run:
         return peers_view(self.trace, self.consensus, _finite(bound), room)
 
     def report(self, path: str | Path) -> Path:
-        """Write the HTML report of this run."""
+        """Writes the HTML report of this run."""
         write(Path(path), [self.view()], self.config)
         return Path(path)
 
     def chrome_trace(self, path: str | Path) -> Path:
-        """Write a timeline that opens in Perfetto and chrome://tracing."""
+        """Writes a timeline that opens in Perfetto and chrome://tracing."""
         return write_whole(Path(path), chrome_trace([(self.policy, self.trace)]))
 
 
@@ -237,13 +303,17 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def write_whole(path: Path, data: bytes) -> Path:
-    """Write beside the file, then rename: a reader never sees half of it."""
+def write_whole(path: Path, data: bytes, private: bool = False) -> Path:
+    """Writes beside the file, then renames: a reader never sees half of it. One that is `private` has mode 0600."""
     target = path.resolve()
     if target.exists() and not target.is_file():
         target.write_bytes(data)  # a device or a pipe
         return path
     part = target.with_name(f".{target.name}.part")
-    part.write_bytes(data)
-    part.replace(target)
+    try:
+        (private_files.write if private else Path.write_bytes)(part, data)
+        part.replace(target)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     return path

@@ -1,7 +1,7 @@
 """`paceline.Sampler`: the part of the data this worker gets, for a `DataLoader`.
 
-In a live run the driver deals (`core/deck.py`, `runtime/live/worker/hands.py`). In a world of one an epoch is a
-permutation.
+In a live run the driver dispatches the samples (`core/sample_dispatch.py`, `runtime/live/trainer/sample_leases.py`). In
+a world of one an epoch is a permutation.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator, Sized
 
 import torch
 
-from paceline.dealing import permutation
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
+from paceline.sample_order import permutation
 from paceline.session import world
 
 _numbers = itertools.count()
 
 
 class Sampler(torch.utils.data.Sampler[int]):
-    """For a `DataLoader`: each epoch a new permutation, dealt to the workers so that no sample is lost.
+    """Draws a new permutation of the data each epoch, shared among the workers so that no sample is lost.
 
     While nobody comes or goes, worker w of N gets every N-th sample of the permutation from the w-th on, so the
     workers' batches together are one pass over the data. A step acknowledges the samples it used. Those of a worker
-    that is killed or leaves, of a gradient that the policy dropped, and those drawn but
-    not used (a loop that was left, `drop_last`) are dealt again, to whoever has nothing else left: each sample of an
-    epoch is part of at least one gradient that counts, and of exactly one if all goes well. A loop that is left
-    early goes on in the same epoch next time. What nobody asks for any more when the script ends stays undone. A worker
+    that is killed or leaves, of a gradient that the policy dropped, and those drawn but not used (a loop that was left,
+    `drop_last`) are given out again, to whoever has nothing else left: each sample of an epoch is part of at least one
+    gradient that counts, and of exactly one if all goes well. A loop that is left early goes on in the same epoch next
+    time. What nobody asks for any more when the script ends stays undone. A worker
     that joins late comes into the present epoch: if its script counts epochs it does more of them than the others,
     alone in the end; `opt.global_step` is the run's.
 
@@ -46,14 +46,21 @@ class Sampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.per_step = per_step
         self.number = next(_numbers)
-        """The same on every worker."""
+        """The number of the sampler, the same on every worker."""
         self.epoch = 0
-        """The next one, in a world of one."""
+        """The next epoch, in a world of one."""
 
     def __iter__(self) -> Iterator[int]:
         live = world().live
+        if live is None and world().run is not None:
+            raise PacelineError(
+                "a paceline.Sampler was drawn from before paceline.Optimizer was made: this worker has no share yet"
+            )
         if live is not None and self.size:
-            return live.hands.holder(self.number, self.size, self.seed, self.per_step).draw()
+            return live.participation.leases.of_sampler(self.number, self.size, self.seed, self.per_step).draw()
+        if world().end:
+            world().end.check()
+            return iter(())
         self.epoch += 1
         return iter(permutation(self.size, self.seed, self.epoch - 1).tolist())
 

@@ -1,7 +1,8 @@
 """Machines and policies that break one rule each, on purpose: what `paceline.testing` must catch.
 
-The first group breaks, in turn, the rules of algorithms.md, section 1, "Shards disagree". Most of these
-classes also turn off the machine's own `check()`, so that it is the harness, from outside, that must notice.
+The first group breaks, in turn, the rules by which shards that disagree for a moment stay in step (ARCHITECTURE.md,
+"Each shard decides alone"). Most of these classes also turn off the machine's own `check()`, so that it is the harness,
+from outside, that must notice.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any, ClassVar
 
 from paceline.core.actions import Answer, Apply, Compute, Drop
 from paceline.core.events import ParametersArrived, PullArrived, PullRepeated, PushArrived, ViewChanged
-from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress
+from paceline.core.pull_gate import PullGate
 from paceline.core.shard import Shard
 from paceline.core.worker import NOT_STARTED, Worker
 from paceline.policies import BSP, DSSP, SSP, Backup, Deadline
@@ -100,7 +101,7 @@ class SkippedAreExpected(UncheckedShard):
 
 
 class SkippedCountAsPushed(UncheckedShard):
-    """algorithms.md to the letter: who skips an iteration has pushed it, gradient or not (see decision 2)."""
+    """A worker that skips an iteration counts as if it had pushed it, gradient or not (see decision 2)."""
 
     def is_finished(self) -> bool:
         passed = self.progress.passed_V()
@@ -119,7 +120,7 @@ class NoEarlyPulls(UncheckedShard):
 
     def on_pull_arrived(self, event: PullArrived) -> None:
         if self.incarnations.get(event.pull.worker) == event.pull.incarnation:
-            self.take_pull(event.pull)
+            self.handle_pull(event.pull)
 
 
 class LastEarlyPullWins(UncheckedShard):
@@ -170,6 +171,22 @@ class CountsAgainstN(UncheckedShard):
         return self.progress.passed_V() >= self.workers
 
 
+class FinishedGiveUpTheirShare(UncheckedShard):
+    """N is the number of live members, so that the last one steps with the whole learning rate."""
+
+    @property
+    def sharing(self) -> int:
+        return len(self.incarnations)
+
+
+class LostKeepTheirShare(UncheckedShard):
+    """N is the number configured."""
+
+    @property
+    def sharing(self) -> int:
+        return self.workers
+
+
 # Gradients used twice, never, or by mistake.
 
 
@@ -218,8 +235,8 @@ class AppliesLate(UncheckedShard):
 class LosesGradients(UncheckedShard):
     """Of an iteration's gradients the first is forgotten."""
 
-    def apply(self, handles: tuple[Handle, ...], weight: float) -> None:
-        super().apply(handles[1:] or handles, weight)
+    def apply(self, handles: tuple[Handle, ...], weight: float, norm: float | None = None) -> None:
+        super().apply(handles[1:] or handles, weight, norm)
 
 
 class MixesIterations(UncheckedShard):
@@ -227,9 +244,9 @@ class MixesIterations(UncheckedShard):
 
     kept: tuple[Handle, ...] = ()
 
-    def apply(self, handles: tuple[Handle, ...], weight: float) -> None:
+    def apply(self, handles: tuple[Handle, ...], weight: float, norm: float | None = None) -> None:
         if self.kept:
-            super().apply(self.kept + handles, weight)
+            super().apply(self.kept + handles, weight, norm)
             self.kept = ()
         else:
             self.kept = handles
@@ -326,17 +343,17 @@ class ParksInSilence(UncheckedShard):
 class ParksTwice(UncheckedShard):
     """A pull that comes again while it is parked is parked again."""
 
-    def take_pull(self, pull: Pull) -> None:
+    def handle_pull(self, pull: Pull) -> None:
         if self.waiting.get(pull.worker) == pull:
             self.park(pull, pull.iteration - 1, self.progress.V)
         else:
-            super().take_pull(pull)
+            super().handle_pull(pull)
 
 
 class AnswersEveryCopy(UncheckedShard):
     """A pull that comes again after it was answered is answered again."""
 
-    def take_pull(self, pull: Pull) -> None:
+    def handle_pull(self, pull: Pull) -> None:
         if self.waiting.get(pull.worker) == pull:
             return
         self.mover = pull.worker
@@ -383,7 +400,7 @@ class Scribbles(Shard):
 
 @dataclass(frozen=True)
 class SSPOffByOne(SSP):
-    """i <= V + s, as Figure 3 of 001 is drawn, instead of i < V + s."""
+    """i <= V + s, as Figure 3 of Yao et al. 2019 is drawn, instead of i < V + s."""
 
     def may_pull(self, i: int, V: int) -> bool:
         return i <= V + self.staleness
@@ -437,7 +454,7 @@ class BackupInStep(Backup):
 class DSSPWithoutALimit(DSSP):
     """Says `high`, frees as if there were none."""
 
-    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+    def gate(self, rank: int, members: Members, seed: int) -> PullGate:
         return DSSPGate(DSSP(low=self.high + 2, high=self.high + 9))
 
 

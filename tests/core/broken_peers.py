@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.actions import Drop
+from paceline.core.adpsgd_peer import NOBODY, ADPSGDPeer
 from paceline.core.events import GradientRejected, HelloArrived, OfferArrived, ViewChanged
-from paceline.core.gossip import NOBODY, Gossip
+from paceline.core.hop_peer import HopPeer, Phase
 from paceline.core.messages import Ack, Handle, Token
-from paceline.core.peer import Peer, Phase
 from paceline.core.topology import Topology, topology
-from paceline.core.updates import Average, Rules, UpdateQueue
+from paceline.core.update_queue import HopRules, UpdateQueue, WeightedAverage
 from paceline.policies import Hop
 
 
@@ -35,7 +35,7 @@ LONG_WAY_BACK = topology(
 """0 sends to three who need it not, and hears from them by three steps: they can be 3 max_gap ahead of it."""
 
 
-class Unchecked(Peer):
+class Unchecked(HopPeer):
     def check(self) -> None:
         """Look away."""
 
@@ -43,7 +43,7 @@ class Unchecked(Peer):
 class AveragesWithOneLess(Unchecked):
     """Goes on when one update is still missing."""
 
-    def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
+    def __init__(self, rank: int, graph: Topology, rules: HopRules) -> None:
         super().__init__(rank, graph, rules)
         enough = self.queue.missing
         self.queue.missing = lambda k, firsts: enough(k, firsts)[1:]  # type: ignore[method-assign]
@@ -52,9 +52,9 @@ class AveragesWithOneLess(Unchecked):
 class TakesOlder(Unchecked):
     """An update may be one iteration older than allowed."""
 
-    def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
+    def __init__(self, rank: int, graph: Topology, rules: HopRules) -> None:
         super().__init__(rank, graph, rules)
-        self.queue = UpdateQueue(Rules(staleness=(rules.staleness or 0) + 1))
+        self.queue = UpdateQueue(HopRules(staleness=(rules.staleness or 0) + 1))
 
 
 class IgnoresTokens(Unchecked):
@@ -79,7 +79,7 @@ class JumpsAnyDistance(Unchecked):
 
     def jump(self) -> int:
         rules = self.rules
-        behind = min(self.tokens(peer) for peer in self.edges.outs) - (rules.max_gap or 0)
+        behind = min(self.tokens(peer) for peer in self.links.outs) - (rules.max_gap or 0)
         return min(rules.skip or 1, behind) if behind >= rules.trigger else 1
 
 
@@ -87,7 +87,7 @@ class JumpsPastItsNeighbours(Unchecked):
     """As far as its tokens reach: beyond the slowest out-neighbour, who may still need what is skipped."""
 
     def jump(self) -> int:
-        least = min(self.tokens(peer) for peer in self.edges.outs)
+        least = min(self.tokens(peer) for peer in self.links.outs)
         return min(self.rules.skip or 1, least, (self.rules.max_gap or 0) + 1)
 
 
@@ -102,7 +102,7 @@ class AcksLate(Unchecked):
 
     def enter(self, iteration: int, joining: bool = False) -> None:
         if iteration > 1:
-            self.tell(self.edges.ins, Ack(self.rank, self.edges.incarnation, iteration - 2))
+            self.broadcast(self.links.ins, Ack(self.rank, self.links.incarnation, iteration - 2))
         super().enter(iteration, joining)
 
 
@@ -110,17 +110,17 @@ class Hoarding(UpdateQueue):
     def is_late(self, handle: Handle, averaged: int) -> bool:
         return False
 
-    def take(self, k: int, weights: Mapping[int, float]) -> Average:
-        average = super().take(k, weights)
+    def pop_average(self, k: int, weights: Mapping[int, float]) -> WeightedAverage:
+        average = super().pop_average(k, weights)
         for handle in average.late:
             self.held[handle.source][handle.iteration] = handle
-        return Average(average.handles, average.weights, average.own, ())
+        return WeightedAverage(average.handles, average.weights, average.own, ())
 
 
 class KeepsWhatIsLate(Unchecked):
     """Never discards: the queue grows."""
 
-    def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
+    def __init__(self, rank: int, graph: Topology, rules: HopRules) -> None:
         super().__init__(rank, graph, rules)
         self.queue = Hoarding(rules)
 
@@ -146,23 +146,23 @@ class DropsAndAverages(Unchecked):
 class WeighsAllAlike(Unchecked):
     """The plain mean, whatever the weights of the graph."""
 
-    def __init__(self, rank: int, graph: Topology, rules: Rules) -> None:
+    def __init__(self, rank: int, graph: Topology, rules: HopRules) -> None:
         super().__init__(rank, graph, rules)
         self.queue.shares = lambda taken, k, weights: [1.0] * (len(taken) + 1)  # type: ignore[method-assign]
 
 
 class GreetsNobody(Unchecked):
-    """Says nothing on new edges."""
+    """Says nothing on new links."""
 
-    def say_hello(self, peer: int, first: int | None = None) -> None:
-        self.edges.said[peer] = self.edges.view.number
+    def send_hello(self, peer: int, first: int | None = None) -> None:
+        self.links.greeted[peer] = self.links.view.number
 
 
 class KeepsNothingEarly(Unchecked):
     """Forgets a hello of a view that is still to come."""
 
     def on_hello_arrived(self, event: HelloArrived) -> None:
-        if event.hello.view <= self.edges.view.number:
+        if event.hello.view <= self.links.view.number:
             super().on_hello_arrived(event)
 
 
@@ -171,28 +171,28 @@ class ExpectsAllFromTheStart(Unchecked):
 
     def on_view_changed(self, event: ViewChanged) -> None:
         super().on_view_changed(event)
-        self.edges.firsts = dict.fromkeys(self.edges.ins, 0)
+        self.links.firsts = dict.fromkeys(self.links.ins, 0)
 
     def on_hello_arrived(self, event: HelloArrived) -> None:
         super().on_hello_arrived(event)
-        self.edges.firsts = dict.fromkeys(self.edges.ins, 0)
+        self.links.firsts = dict.fromkeys(self.links.ins, 0)
 
 
-class AppliesWhatIsRejected(Peer):
+class AppliesWhatIsRejected(HopPeer):
     """Steps on a gradient that is not finite."""
 
     def on_gradient_rejected(self, event: GradientRejected) -> None:
-        self.take_gradient(event, "")
+        self.finish_computing(event, "")
 
 
-class GossipsWhatIsRejected(Gossip):
+class GossipsWhatIsRejected(ADPSGDPeer):
     """The same."""
 
     def on_gradient_rejected(self, event: GradientRejected) -> None:
-        self.take_gradient(event, "")
+        self.finish_computing(event, "")
 
 
-class WaitsWhenBusy(Gossip):
+class WaitsWhenBusy(ADPSGDPeer):
     """Makes others wait while an offer is out: offers in a circle wait for ever."""
 
     def __init__(self, rank: int, graph: Topology, seed: int) -> None:
@@ -211,7 +211,7 @@ class WaitsWhenBusy(Gossip):
             super().on_offer_arrived(self.kept.pop(0))
 
 
-class IgnoresTheLost(Gossip):
+class IgnoresTheLost(ADPSGDPeer):
     """Waits for the answer of a neighbour that is gone."""
 
     def on_view_changed(self, event: ViewChanged) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from paceline.core.actions import Action, Reduce, Wait
+from paceline.core.actions import Action, Apply, Measure, Reduce, Send, Wait
 from paceline.core.events import (
     AckArrived,
     ComputeAborted,
@@ -16,6 +16,7 @@ from paceline.core.events import (
     GradientReady,
     GradientRejected,
     HelloArrived,
+    NormArrived,
     NotifyArrived,
     OfferArrived,
     ParametersArrived,
@@ -30,16 +31,19 @@ from paceline.core.events import (
     ResyncArrived,
     RiseArrived,
     ServersChanged,
+    SliceNormArrived,
     TimerFired,
     TokenArrived,
     UpdateArrived,
     ViewChanged,
 )
+from paceline.core.formatting import to_text
 from paceline.core.machine import IllegalEvent, InvariantViolated, Machine, require
 from paceline.core.messages import (
     Ack,
     Handle,
     Hello,
+    MeanNorm,
     Members,
     Node,
     Notify,
@@ -52,11 +56,11 @@ from paceline.core.messages import (
     Reply,
     Resync,
     Rise,
+    SliceNorm,
     Token,
     Update,
     View,
 )
-from paceline.core.words import in_words
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
 from paceline.policies import ASP, BSP, SSP, Backup, SpecSync, Waiting
@@ -77,6 +81,8 @@ EVENTS: list[Event] = [
     NotifyArrived(0.0, Notify(0, 0, 1)),
     ResyncArrived(0.0, Resync(0, 0, 1)),
     PlanArrived(0.0, Plan(1, ((0, 0, 4),))),
+    SliceNormArrived(0.0, SliceNorm(0, 1, 2.0)),
+    NormArrived(0.0, MeanNorm(1, 2.0)),
     ComputeAborted(0.0, 1, 0),
     ServersChanged(0.0, 0.0, (8, 8), (3,), View(9, ((0, 0),)), 4, ((0, 4),)),
     GradientRejected(0.0, 0, 0, (8,), "not finite"),
@@ -95,14 +101,11 @@ class TestDispatch:
         assert {type(event) for event in EVENTS} == set(get_args(Event)) == set(Machine.METHODS)
 
     def test_each_event_goes_to_the_method_named_after_it(self) -> None:
-        class Listener(Machine):
-            def __getattr__(self, method: str) -> Callable[[Event], None]:
-                if not method.startswith("on_"):
-                    raise AttributeError(method)
-                return lambda event: heard.append((method, type(event).__name__))
+        def hears(method: str) -> Callable[[Machine, Event], None]:
+            return lambda _, event: heard.append((method, type(event).__name__))
 
         heard: list[tuple[str, str]] = []
-        listener = Listener()
+        listener = type("Listener", (Machine,), {method: hears(method) for method in Machine.METHODS.values()})()
         for event in EVENTS:
             listener.handle(event)
         names = [type(event).__name__ for event in EVENTS]
@@ -152,10 +155,15 @@ class TestDispatch:
         speculating.start()
         speculating.answer_all(0)
         actions += speculating.worker.handle(ResyncArrived(0.0, Resync(0, 0, 0)))
-        actions += [Reduce(3, (Handle(0, 0, 1, 0, 0),), (0.5,), 0.5), Wait(3, "updates of peer 1", (1,))]
+        actions += [Measure(1, (Handle(0, 0, 1, 0, 8),)), Apply((Handle(0, 0, 1, 0, 8),), 1.0, 1, 2.0)]
+        actions += [
+            Send(Node("reducer", 0), SliceNorm(0, 1, None)),
+            Reduce(3, (Handle(0, 0, 1, 0, 0),), (0.5,), 0.5),
+            Wait(3, "updates of peer 1", (1,)),
+        ]
         assert {type(action) for action in actions} == set(get_args(Action))
         for thing in [*EVENTS, *actions]:
-            assert "\n" not in in_words(thing)
+            assert "\n" not in to_text(thing)
 
 
 class TestIllegalEvents:

@@ -1,4 +1,4 @@
-"""Revisiting Distributed Synchronous SGD (paper 004), sentence by sentence: Algorithms 1 to 4, sections 2 and 3.
+"""Revisiting Distributed Synchronous SGD (Chen et al. 2016), sentence by sentence: Algorithms 1 to 4, sections 2 and 3.
 
 Async-Opt is `ASP`. Sync-Opt is `Backup`, whose `extra` is the paper's b; the paper's N, the gradients an
 iteration needs, is our workers - extra. The moving average (Algorithm 2 line 4, Algorithm 4 line 9) belongs to
@@ -67,7 +67,7 @@ class TestAsyncOpt:
     def test_algorithm_2_a_gradient_from_any_worker_is_applied(self) -> None:
         """Algorithm 2: "for t = 0, 1, ...: Wait for gradient G from any worker; theta(t+1) <- theta(t) - gamma G".
 
-        algorithms.md: with lr/N, so that a learning rate means the same under every policy."""
+        Here it is applied with lr/N, so that a learning rate means the same under every policy."""
         shard = ShardAlone(ASP(), workers=3)
         for version, worker in enumerate((2, 0, 2, 1, 2), start=1):
             iteration = shard.shard.progress.next[worker]
@@ -201,7 +201,7 @@ class TestBackupWorkers:
 
     def test_algorithm_3_line_1_settled_the_late_worker_adopts_the_servers_iteration(self) -> None:
         """Line 1: "for t = 0, 1, ..." would have a late worker go through every iteration, late each time.
-        algorithms.md: its pull is answered at once with V, otherwise it stays late for ever."""
+        Here its pull is answered at once with V; otherwise it would stay late for ever."""
         shard = ShardAlone(Backup(extra=1), workers=3)
         for iteration in range(4):
             shard.iterate(0, iteration)
@@ -241,7 +241,7 @@ class TestBackupWorkers:
                     assert staleness(step) == [0] * len(step.handles)
 
     def test_fewer_alive_than_n(self) -> None:
-        """The paper has no failures. algorithms.md: min(N - b as configured, alive) gradients finish an iteration."""
+        """The paper has no failures. Here min(N - b as configured, alive) gradients finish an iteration."""
         shard = ShardAlone(Backup(extra=1), workers=4)
         shard.view(0, 3)
         shard.push(3, 0)
@@ -249,7 +249,7 @@ class TestBackupWorkers:
         assert sources(step) == [(0, 0), (3, 0)]
 
     def test_one_more_than_configured_is_one_more_backup(self) -> None:
-        """Nor has it joins. N - b is as configured (algorithms.md), so whoever joins beyond N only adds to b: with
+        """The paper has no joins either. N - b is as configured, so whoever joins beyond N only adds to b: with
         b = 0 and a third worker beside the two configured, two gradients still finish an iteration."""
         shard = ShardAlone(Backup(extra=0), workers=2)
         shard.view(0, 1, 2)

@@ -1,6 +1,6 @@
-"""FluentPS (paper 001), sentence by sentence: Algorithm 1, Table III, and what sections I to III say of it.
+"""FluentPS (Yao et al. 2019), sentence by sentence: Algorithm 1, Table III, and what sections I to III say of it.
 
-Each test quotes what it checks. Where `algorithms.md` settles a sentence differently, the test says so. Lazy
+Each test quotes what it checks. Where paceline does otherwise than a sentence says, the test says so. Lazy
 execution, PSSP and DSPS are policies of their own and have their tests beside them.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.actions import Answer, Apply, Park
-from paceline.core.gate import coin
 from paceline.core.messages import Handle, Pull, Push
 from paceline.core.policy import CentralPolicy
+from paceline.core.pull_gate import coin
 from paceline.policies import ASP, BSP, DSSP, PSSP, SSP, Backup
 
 from .drive import (
@@ -113,7 +113,7 @@ class TestAlgorithm1Server:
 
     def test_line_7_the_buffer_is_indexed_by_what_frees_the_pull(self) -> None:
         """III.C: "lazy execution uses progress as the index of the lazy pull buffer that records these DPRs, while
-        the soft barrier uses V_train." Ours is the soft barrier unless told otherwise (algorithms.md): the bucket
+        the soft barrier uses V_train." Here it is the soft barrier unless `lazy` is set: the bucket
         is the V that makes i < V + s true, i - s + 1. For BSP both are the same."""
         assert SSP(staleness=3).freed_at(i=5, V=1) == 3
         assert BSP().freed_at(i=5, V=5) == 6
@@ -126,7 +126,7 @@ class TestAlgorithm1Server:
 
     @pytest.mark.parametrize("policy", GATED[::2], ids=str)
     def test_line_15_under_bsp_n_pushes_make_one_step_on_their_mean(self, policy: CentralPolicy) -> None:
-        """Line 15 applies g/N push by push under every model. algorithms.md: under BSP and Backup it is one step
+        """Line 15 applies g/N push by push under every model. Here, under BSP and Backup it is one step
         on the mean, which for SGD is the same sum, and for momentum the right one."""
         shard = ShardAlone(policy, workers=3)
         assert applied(shard.push(0, 0)) == applied(shard.push(2, 0)) == []
@@ -145,8 +145,8 @@ class TestAlgorithm1Server:
         assert (max(progress.next.values()), min(progress.next.values())) == (2, 0)
 
     def test_line_16_the_count_is_of_live_members(self) -> None:
-        """The same line, settled differently: with 4 workers, three pushes and one of those three dead, the count
-        equals the members although a live one has not pushed. So the dead leave the count (algorithms.md)."""
+        """Here that line reads otherwise: with 4 workers, three pushes and one of those three dead, the count
+        equals the members although a live one has not pushed. So the dead leave the count."""
         shard = ShardAlone(BSP(), workers=4)
         for worker in (0, 1, 2):
             shard.push(worker, 0)

@@ -1,4 +1,4 @@
-"""Peers under the judge of `paceline.testing.peers`: 003, Table 1 holds and is reached; broken rules are caught."""
+"""Table 1 of Luo et al. 2019 holds for peers and is reached; `paceline.testing.peers` catches broken rules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline import graphs as named_graphs
 from paceline.core.actions import Action, Apply, Compute, Drop, Reduce, Send
+from paceline.core.adpsgd_peer import NOBODY, ADPSGDPeer
 from paceline.core.events import (
     Event,
     GradientReady,
@@ -22,10 +23,9 @@ from paceline.core.events import (
     UpdateArrived,
     ViewChanged,
 )
-from paceline.core.gossip import NOBODY, Gossip
+from paceline.core.hop_peer import HopPeer
 from paceline.core.machine import Machine
 from paceline.core.messages import Handle, Members, Offer, Reply, Token, Update, View
-from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy
 from paceline.core.topology import Topology, distances, neighbours, topology
 from paceline.core.trace import replay
@@ -189,7 +189,7 @@ def test_tokens_reach_their_bound_and_fill_both_queues(staleness: int | None, or
     away = distances(CLIQUES)
     assert {i: run.judge.iteration[i, 0] for i in range(7)} == {i: max_gap * away[i][0] for i in range(7)}
     stuck = run.machines[0, 0]
-    assert isinstance(stuck, Peer)
+    assert isinstance(stuck, HopPeer)
     assert {j: stuck.tokens(j) for j in (1, 2, 3)} == {j: max_gap * (away[j][0] + 1) for j in (1, 2, 3)}
     assert len(stuck.queue) == (3 if staleness is not None else 3 * (1 + max_gap))
 
@@ -310,7 +310,7 @@ def test_an_offer_is_answered_though_the_edge_is_gone_by_then() -> None:
     """On a ring of four without 1 and 3, 0 and 2 are neighbours; when 1 and 3 return, they are not any more."""
     views = [(0, 0), (1, 0), (2, 0), (3, 0)], [(0, 0), (2, 0)], [(0, 0), (1, 1), (2, 0), (3, 1)]
     first, without, back = (ViewChanged(0.0, View(n, tuple(members))) for n, members in enumerate(views, 1))
-    one, other = (Gossip(rank, named_graphs.load("ring", 4), seed=1) for rank in (0, 2))
+    one, other = (ADPSGDPeer(rank, named_graphs.load("ring", 4), seed=1) for rank in (0, 2))
     for machine in (one, other):
         machine.handle(first)
         machine.handle(without)
@@ -323,7 +323,7 @@ def test_an_offer_is_answered_though_the_edge_is_gone_by_then() -> None:
 
 def test_an_offer_of_one_that_joins_is_kept_until_a_view_names_it() -> None:
     """Before, an answer would be lost, and one of the two alone would have averaged."""
-    machine = Gossip(0, named_graphs.load("ring", 3), seed=0)
+    machine = ADPSGDPeer(0, named_graphs.load("ring", 3), seed=0)
     machine.handle(ViewChanged(0.0, View(1, ((0, 0), (1, 0), (2, 0)))))
     machine.handle(ViewChanged(1.0, View(2, ((0, 0),))))
     assert machine.offered == NOBODY
@@ -366,7 +366,7 @@ def test_a_gradient_that_is_rejected_is_dropped_and_parameters_are_exchanged(tex
     assert not [action for action in actions if isinstance(action, Apply)]
     assert averages(actions) == 1
     assert [action.iteration for action in actions if isinstance(action, Compute)] == [0, 1]
-    assert isinstance(machine, Peer | Gossip)
+    assert isinstance(machine, HopPeer | ADPSGDPeer)
     assert machine.version == 0
 
 

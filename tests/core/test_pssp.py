@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from paceline.core.actions import Action, Answer, Park
 from paceline.core.events import PullArrived, PushArrived, ViewChanged
-from paceline.core.gate import coin
 from paceline.core.messages import Handle, Members, Pull, Push, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress
+from paceline.core.pull_gate import coin
 from paceline.core.shard import Shard
 from paceline.policies import ASP, PSSP, SSP
 from paceline.testing import play

@@ -41,6 +41,8 @@ MORE = [
     "waiting:delay_s=0.5",
     "waiting:delay_s=2,base=backup(extra=1)",
     "asp:staleness_weighted=true",
+    "asp:scale=none",
+    "ssp:staleness=2,scale=none,staleness_weighted=true",
     "ssp:staleness=2+backup:extra=1",
     "ssp:staleness=1+backup:extra=1+bsp",
     "deadline+asp+pssp:staleness=1",
@@ -130,7 +132,7 @@ class TestMorePolicies:
 
 @pytest.mark.parametrize("extra", range(4))
 def test_without_faults_every_step_under_backup_is_on_n_minus_b_gradients(extra: int) -> None:
-    """004, Algorithm 4, to the letter, also when shards disagree and workers skip iterations."""
+    """Chen et al. 2016, Algorithm 4, to the letter, also when shards disagree and workers skip iterations."""
     skipped = 0
     for seed in range(15):
         story = play(Backup(extra=extra), workers=4, iterations=10, seed=seed, faults=False)
@@ -268,6 +270,8 @@ SHARDS_DISAGREE: list[tuple[Substitute, CentralPolicy, str]] = [
 ]
 
 OTHER_RULES: list[tuple[Substitute, CentralPolicy, str]] = [
+    (broken.FinishedGiveUpTheirShare, ASP(), "weight"),
+    (broken.LostKeepTheirShare, SSP(staleness=1), "weight"),
     (broken.AppliesDuplicates, BSP(), "handles"),
     (broken.AppliesDuplicates, ASP(), "handles"),
     (broken.DropsDuplicatesOfTheDead, BSP(), "handles"),

@@ -43,10 +43,10 @@ from paceline.core.events import (
     PushRejected,
     ViewChanged,
 )
+from paceline.core.formatting import name, to_text
 from paceline.core.machine import Machine
-from paceline.core.messages import Handle, Members, Node, Parameters, Pull, Push, View
+from paceline.core.messages import Handle, Members, Node, Parameters, Process, Pull, Push, View
 from paceline.core.shard import Shard
-from paceline.core.words import Process, in_words, name
 from paceline.policies import parse
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))
@@ -185,7 +185,7 @@ class Stage:
             return self.step(Node("server", 0), event)
         for node in self.machines:
             self.flight.append((Node("driver", 0), (node.rank, self.lives.get(node, 0)), node, event))
-        return [f"on the way: {in_words(event)}"]
+        return [f"on the way: {to_text(event)}"]
 
     def push(self, who: str, iteration: str) -> list[str]:
         return self.step(Node("server", 0), PushArrived(0.0, Push(self.handle(who, iteration))))
@@ -254,7 +254,7 @@ def worth_saying(actions: list[Action]) -> Iterator[str]:
         if isinstance(action, Send) and isinstance(action.message, Pull):
             asked.setdefault(action.message.iteration, []).append(action.to.rank)
         elif not isinstance(action, Send):
-            yield in_words(action)
+            yield to_text(action)
     pushed = any(isinstance(action, Send) and isinstance(action.message, Push) for action in actions)
     for iteration, shards in asked.items():
         names = f"server{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"
@@ -264,9 +264,9 @@ def worth_saying(actions: list[Action]) -> Iterator[str]:
 def where(shard: Shard) -> str:
     progress = shard.progress
     standing = ", ".join(f"worker {name((w, shard.incarnations[w]))} at {at}" for w, at in progress.next.items())
-    held = [in_words(Push(handle)) for handles in shard.held.values() for handle in handles]
+    held = [to_text(Push(handle)) for handles in shard.held.values() for handle in handles]
     parked = [
-        f"{in_words(pull)} until V={freed}"
+        f"{to_text(pull)} until V={freed}"
         for freed, pulls in sorted(shard.parked.items())
         for pull in pulls
         if shard.waiting.get(pull.worker) == pull

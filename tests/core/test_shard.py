@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,7 +14,7 @@ from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
 from paceline.errors import ConfigError
-from paceline.policies import ASP, BSP, SSP, Backup
+from paceline.policies import ASP, BSP, SSP, Backup, parameter, parse
 
 from .drive import ShardAlone, answered, answers, dropped, parked, state_of
 
@@ -27,6 +28,69 @@ class TestShard:
         (step,) = shard.handle(PushArrived(0.0, Push(Handle(0, 0, 7, held, 8))))
         assert isinstance(step, Apply)
         assert step.weight == (0.5 if held > 9 else 0.25)
+
+    @pytest.mark.parametrize(
+        ("policy", "full"), [("asp", False), ("asp:scale=none", True), ("ssp:staleness=9,scale=none", True)]
+    )
+    def test_a_step_on_arrival_is_shared_by_those_who_are_there_or_have_finished(self, policy: str, full: bool) -> None:
+        shard = parse(policy).machine("server", 0, Members(4, 1), 0)
+
+        def weight(iteration: int, view: View) -> float:
+            shard.handle(ViewChanged(0.0, view))
+            (step, *_) = shard.handle(PushArrived(0.0, Push(Handle(0, 0, iteration, iteration, 8))))
+            assert isinstance(step, Apply)
+            return step.weight
+
+        four, three, two = ((0, 0), (1, 0), (2, 0), (3, 0)), ((0, 0), (1, 0), (2, 0)), ((0, 0), (1, 0))
+        views = [View(1, four), View(2, three, (3,)), View(3, two, (3,)), View(4, two[:1], (1, 3)), View(5, four[:1])]
+        found = [weight(iteration, view) for iteration, view in enumerate([*views, View(6, four, ())])]
+        assert found == ([1.0] * 6 if full else [1 / 4, 1 / 4, 1 / 3, 1 / 3, 1, 1 / 4])
+
+    @pytest.mark.parametrize("policy", ["bsp", "deadline", "waiting:base=bsp"])
+    def test_of_a_mean_those_who_have_finished_keep_their_share(self, policy: str) -> None:
+        shard = parse(policy).machine("server", 0, Members(3, 1), 0)
+
+        def weight(iteration: int, view: View) -> float:
+            shard.handle(ViewChanged(0.0, view))
+            for worker, _ in view.members:
+                actions = shard.handle(PushArrived(0.0, Push(Handle(worker, 0, iteration, iteration, 8))))
+            step = next(action for action in actions if isinstance(action, Apply))
+            assert len(step.handles) == len(view.members)
+            return step.weight
+
+        views = [View(1, ((0, 0), (1, 0), (2, 0))), View(2, ((0, 0), (1, 0)), (2,)), View(3, ((0, 0),), (2,))]
+        views += [View(4, ((0, 0),), (1, 2)), View(5, ((0, 0),))]
+        assert [weight(iteration, view) for iteration, view in enumerate(views)] == [1, 2 / 3, 1 / 2, 1 / 3, 1]
+
+    def test_the_last_gradients_of_those_who_have_finished_count_in_the_means_they_wait_for(self) -> None:
+        """Their share of N is not given up twice: a mean of everybody's gradients is a whole step."""
+
+        def weight(view: View) -> float:
+            shard = BSP().machine("server", 0, Members(4, 1), 0)
+            shard.handle(ViewChanged(0.0, View(1, ((0, 0), (1, 0), (2, 0), (3, 0)))))
+            for worker in (0, 1):
+                shard.handle(PushArrived(0.0, Push(Handle(worker, 0, 0, 0, 8))))
+            actions = list(shard.handle(ViewChanged(0.0, view)))
+            for worker in {2, 3} & dict(view.members).keys():
+                actions += shard.handle(PushArrived(0.0, Push(Handle(worker, 0, 0, 0, 8))))
+            step = next(action for action in actions if isinstance(action, Apply))
+            assert len(step.handles) == 4 - (3 not in dict(view.members))
+            return step.weight
+
+        assert weight(View(2, ((1, 0), (2, 0), (3, 0)), (0,))) == 1, "it had pushed before it finished"
+        assert weight(View(2, ((1, 0), (2, 0)), (0, 3))) == 3 / 4, "worker 3 had not"
+        assert weight(View(2, ((1, 0), (2, 0)), (0,))) == 1, "worker 3 is lost"
+
+    def test_a_policy_of_ones_own_may_mean_something_else_by_scale(self) -> None:
+        @dataclass(frozen=True)
+        class Mine(ASP):
+            name = "mine"
+            scale: float = parameter(2.0, doc="seconds")  # type: ignore[assignment]
+
+        shard = ShardAlone(Mine(), workers=4)
+        (step, *_) = shard.push(0, 0)
+        assert isinstance(step, Apply)
+        assert step.weight == 1 / 4
 
     def test_a_view_that_is_not_newer_changes_nothing(self) -> None:
         shard = ShardAlone(BSP(), workers=2)

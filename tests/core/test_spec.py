@@ -117,7 +117,11 @@ class TestErrors:
             ("backup:extra=-3", "backup:extra=-3 is out of range: 0 or more"),
             ("ssp:staleness=two", "ssp:staleness=two is not a whole number (0 or more)"),
             ("ssp:staleness=1.5", "ssp:staleness=1.5 is not a whole number (0 or more)"),
-            ("ssp:slack=1", "ssp has no parameter 'slack' (it has: staleness, lazy, staleness_weighted)"),
+            ("ssp:slack=1", "ssp has no parameter 'slack' (it has: staleness, lazy, scale, staleness_weighted)"),
+            ("asp:scale=half", "asp:scale=half is not one of workers, none"),
+            ("bsp:scale=none", "bsp has no parameter 'scale' (it has: none)"),
+            ("specsync:scale=none", "specsync has no parameter 'scale' (it has: base, abort_time, abort_rate)"),
+            ("adpsgd:scale=none", "adpsgd has no parameter 'scale' (it has: graph, machines)"),
             ("bsp:staleness=1", "bsp has no parameter 'staleness' (it has: none)"),
             (
                 "spp:staleness=1",

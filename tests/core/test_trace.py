@@ -8,10 +8,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from paceline.core.actions import AbortCompute, Action, Answer, Drop, Reduce, Wait
+from paceline.core.actions import AbortCompute, Action, Answer, Drop, Measure, Reduce, Wait
 from paceline.core.events import (
     ComputeAborted,
     Event,
+    NormArrived,
     NotifyArrived,
     PeerEvent,
     PlanArrived,
@@ -22,12 +23,14 @@ from paceline.core.events import (
     ResyncArrived,
     RiseArrived,
     ServersChanged,
+    SliceNormArrived,
+    ViewChanged,
 )
+from paceline.core.formatting import to_text
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Node
+from paceline.core.messages import Members, Node, View
 from paceline.core.policy import CentralPolicy, PeerPolicy
 from paceline.core.trace import Header, Record, Trace, encode_records, read_records, replay
-from paceline.core.words import in_words
 from paceline.errors import PacelineError
 from paceline.policies import ASP, BSP, SSP, Backup, Scheduled, Waiting, parse
 from paceline.testing import play, play_peers
@@ -58,10 +61,10 @@ class TestBytes:
     def test_the_run_has_every_kind_of_event_and_action(self, trace: Trace) -> None:
         """So that the round trip above is one of every class."""
         of_schedulers = {RiseArrived, ReleaseArrived, NotifyArrived, ResyncArrived, PlanArrived, ComputeAborted}
-        elsewhere = {Restored, ServersChanged} | of_schedulers | set(get_args(PeerEvent))
+        elsewhere = {Restored, ServersChanged, SliceNormArrived, NormArrived} | of_schedulers | set(get_args(PeerEvent))
         assert {type(record.event) for record in trace} == set(get_args(Event)) - elsewhere
         actions = {type(action) for record in trace for action in record.actions}
-        assert actions == set(get_args(Action)) - {AbortCompute, Reduce, Wait}
+        assert actions == set(get_args(Action)) - {AbortCompute, Measure, Reduce, Wait}
 
     def test_runs_of_peers_go_there_and_back_too(self) -> None:
         events, actions = set(), set()
@@ -70,7 +73,7 @@ class TestBytes:
             assert isinstance(policy, PeerPolicy)
             trace = play_peers(policy, peers=5, iterations=8, seed=3, faults=True).trace
             assert Trace.from_bytes(trace.to_bytes()).records == trace.records
-            assert all(in_words(thing) for record in trace for thing in (record.event, *record.actions))
+            assert all(to_text(thing) for record in trace for thing in (record.event, *record.actions))
             assert any(record.node == ("peer", 1) for record in trace.story(1))
             events |= {type(record.event) for record in trace}
             actions |= {type(action) for record in trace for action in record.actions}
@@ -83,13 +86,18 @@ class TestBytes:
         assert Trace.from_bytes(trace.to_bytes()).records == trace.records
         releases = [record for record in trace.story(1) if record.node.role == "scheduler"]
         assert any(isinstance(record.event, RiseArrived) for record in releases), "released by a rise"
-        assert all(in_words(record.event) for record in trace)
+        assert all(to_text(record.event) for record in trace)
+
+    def test_a_view_from_before_it_said_who_has_finished_can_be_read(self) -> None:
+        line = b'["Record",["server",0],0,["ViewChanged",0.0,["View",2,[[0,0],[1,1]]]],[]]\n'
+        (record,) = read_records(line)
+        assert record.event == ViewChanged(0.0, View(2, ((0, 0), (1, 1)), ()))
 
     def test_one_json_value_a_line(self, trace: Trace) -> None:
         lines = trace.to_bytes().splitlines()
         assert len(lines) == 1 + len(trace)
         header = msgspec.json.decode(lines[0])
-        assert header == ["Header", "testing", "waiting:delay_s=0.1,base=backup(extra=1)", [4, 3], 14, [8, 8, 8]]
+        assert header == ["Header", "testing", "waiting:delay_s=0.1,base=backup(extra=1)", [4, 3], 14, [8, 8, 8], False]
         for line in lines[1:]:
             assert msgspec.json.decode(line)[0] == "Record"
 

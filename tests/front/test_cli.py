@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import resource
+import subprocess
+import sys
 
 import pytest
 
+import paceline
 from paceline import cli
 from paceline.commands.live_table import LiveTable
 
@@ -21,6 +26,9 @@ BAD = [
     ("simulate --servers 0", "servers=0 is out of range: 1 or more"),
     ("simulate --workers many", "--workers"),
     ("simulate --wrkers 3", "perhaps you meant --workers"),
+    ("run --worker 3 train.py", "there is no option --worker, perhaps you meant --workers (see paceline run --help)"),
+    ("simulate --worker=3 --seed 1", "there is no option --worker, perhaps you meant --workers (see"),
+    ("simulate --zzz", "there is no option --zzz (see paceline simulate --help)"),
     ("simulate --workload digits", "unknown workload 'digits', did you mean 'digits-mlp'?"),
     ("simulate --cluster nowhere.toml", "cannot read the scenario 'nowhere.toml': No such file"),
     ("simulate --cluster slow", "unknown cluster 'slow'"),
@@ -92,7 +100,16 @@ def test_a_missed_target_is_a_result_not_an_error(capsys, tmp_path) -> None:
 def test_policies_and_doctor(capsys) -> None:
     assert cli.run(["policies"]) == 0
     out = capsys.readouterr().out
-    for word in ("bsp", "asp", "ssp", "backup", "staleness=3", "0 or more", "004 Alg. 3-4"):
+    for word in (
+        "bsp",
+        "asp",
+        "ssp",
+        "backup",
+        "staleness=3",
+        "0 or more",
+        "workers or none:",
+        "Chen et al. 2016, Alg. 3-4",
+    ):
         assert word in out
     assert cli.run(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -100,7 +117,7 @@ def test_policies_and_doctor(capsys) -> None:
         assert word in out
 
 
-@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_teaches(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.run([*command.split(), "--help"])
@@ -151,7 +168,58 @@ def test_tune_tries_the_grid_beside_the_base_and_what_tunes_itself(capsys, tmp_p
 
 def test_bench_tuner_measures_both_forms(capsys, tmp_path) -> None:
     file = tmp_path / "tuner.json"
-    assert cli.run(["bench", "tuner", "--workers", "20", "150", "--rounds", "1", "--json", str(file)]) == 0
+    assert cli.run(["bench", "tuner", "--workers", "20", "150", "--rounds", "3", "--json", str(file)]) == 0
     small, large = json.loads(file.read_text())["rows"]
     assert small["paper_form_ms"] > small["tune_ms"] > 0
     assert large["paper_form_ms"] is None
+    assert "\n-: the paper's form takes too long with more than 100 workers\n" in capsys.readouterr().out
+
+
+def test_tune_explains_its_dashes(capsys) -> None:
+    line = "tune specsync --workload quadratic --workers 2 --target loss=1e-9 --iterations 3 --times 0.01 --rates 0.1"
+    assert cli.run(line.split()) == 0
+    assert "\n-: it or the base did not reach loss=1e-9\n" in capsys.readouterr().out
+
+
+def test_help_names_every_command_in_its_group_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from paceline import cli; code = cli.run(['--help']);"
+        "sys.exit(code or ', '.join({'torch', 'numpy', 'tyro', 'rich'} & sys.modules.keys()) or 0)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    groups = [line for line in shown.stdout.splitlines() if line.endswith(":")]
+    assert groups == ["train:", "explore:", "measure:"]
+    listed = [line[2:].split("  ")[0].strip() for line in shown.stdout.splitlines() if line.startswith("  ")]
+    assert listed == list(cli.COMMANDS)
+
+
+def processor_s(*arguments: str) -> float:
+    """The processor time of a process that runs `paceline` with these arguments."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "paceline", *arguments], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_takes_less_than_a_second() -> None:
+    assert processor_s("--help") < 1
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_help_of_a_command_takes_less_than_three_seconds(command: str) -> None:
+    assert processor_s(*command.split(), "--help") < 3
+
+
+def test_every_command_in_the_table_is_there() -> None:
+    for command in cli.COMMANDS.values():
+        found = getattr(importlib.import_module(f"paceline.commands.{command.module}"), command.cls)
+        assert callable(found.main)
+
+
+def test_every_public_name_is_imported_when_it_is_used() -> None:
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        paceline.nothing  # noqa: B018

@@ -26,7 +26,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(paceline.__all__) == sorted(
         [
             "ASP", "BSP", "SSP", "Backup", "Cluster", "ConfigError", "Optimizer", "PacelineError", "Policy", "Run",
-            "RunFailed", "Sampler", "Trace", "init", "launch", "log", "simulate", "zipline",
+            "RunFailed", "Sampler", "Trace", "barrier", "init", "launch", "log", "simulate", "stop", "zipline",
         ]
     )  # fmt: skip
     assert all(hasattr(paceline, name) for name in paceline.__all__)
@@ -93,7 +93,7 @@ def test_wrong_uses_get_a_clear_error() -> None:
         paceline.Optimizer(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown policy"):
         paceline.Optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), policy="spp")
-    with pytest.raises(PacelineError, match=r"log\(loss=...\) takes a number"):
+    with pytest.raises(PacelineError, match=r"log\(loss=...\) takes one number, got Tensor of shape \(3,\)"):
         paceline.log(loss=torch.zeros(3))  # type: ignore[arg-type]
 
 
@@ -195,7 +195,7 @@ def start_long_run(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     )  # fmt: skip
     assert driver.stdout is not None
     # On a busy machine it may say first whom it waits for.
-    assert any(line.startswith("step") for line in driver.stdout)
+    assert any(line.startswith("worker 0: step") for line in driver.stdout)
     children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
     assert len(children) == 3
     return driver, [int(child) for child in children]
@@ -235,7 +235,7 @@ def test_when_the_driver_is_killed_nobody_stays(tmp_path) -> None:
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{child}").exists() for child in children)
-    from paceline.runtime.live import memory
+    from paceline.runtime.live.storage import shared_memory
 
-    memory.remove_stale()  # unless another run that began meanwhile has done so already
-    assert not list(memory.base_folder().glob(f"{memory.PREFIX}{driver.pid}-*"))
+    shared_memory.remove_stale()  # unless another run that began meanwhile has done so already
+    assert not list(shared_memory.base_folder().glob(f"{shared_memory.PREFIX}{driver.pid}-*"))

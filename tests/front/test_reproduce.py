@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,7 +51,7 @@ SMALL = [
 def test_every_name_has_a_paper_and_a_line(name: str) -> None:
     reproduction = reproductions.find(name)
     assert reproduction.name == name
-    assert reproduction.paper.startswith("00")
+    assert re.match(r"[A-Z][a-z]+ et al\. 20\d\d, ", reproduction.paper)
     assert reproduction.__doc__ is not None
     assert reproduction.__doc__.endswith(".")
     assert reproduction.steps > 0
@@ -64,12 +65,10 @@ def test_a_small_one_says_each_step_and_gives_plain_data(reproduction: Reproduct
     data = json.loads(json.dumps(findings.data(reproduction.name, 0), allow_nan=False))
     assert list(data) == ["name", "seed", "rows", "claims"]
     assert data["rows"]
-    for claim in data["claims"]:
-        assert {"claim", "paper", "ours", "holds"} <= set(claim)
-        assert isinstance(claim["holds"], bool)
-        assert claim["claim"]
-        assert claim["paper"]
-        assert claim["ours"]
+    for claim, written in zip(findings.claims, data["claims"], strict=True):
+        assert claim.verdict.startswith("the same direction" if written["holds"] is True else "not reproduced")
+        assert all(written[key] for key in ("claim", "paper", "ours"))
+        assert set(written) == {"claim", "paper", "ours", "holds", "remark"}
 
 
 def test_lazy_beats_the_soft_barrier_where_speeds_differ_for_good_and_the_server_is_slow() -> None:

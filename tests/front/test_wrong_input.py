@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from paceline import cli, simulate
-from paceline.commands.launched import read_options
+from paceline.commands.launcher_processes import read_options
 from paceline.errors import ConfigError
 from paceline.policies import PSSP, SSP, Deadline, Mix, Switch, Waiting, parse
 from paceline.workloads import load
@@ -216,7 +216,7 @@ class TestData:
     ) -> None:
         monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
         with pytest.MonkeyPatch.context() as system:
-            system.setattr("paceline.workloads.files.SYSTEM", tmp_path / "system")
+            system.setattr("paceline.workloads.data_files.SYSTEM", tmp_path / "system")
             (tmp_path / "system" / "ml-100k").mkdir(parents=True)
             lines = "".join(f"{n % 7}\t{n % 5}\t{n % 3}\t0\n" for n in range(40))
             (tmp_path / "system" / "ml-100k" / "u.data").write_text(lines)

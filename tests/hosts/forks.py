@@ -1,6 +1,6 @@
 """Take part in a run with workers that are forks: Python and torch start once for a host, not once for a worker.
 
-forks.py KEY-FILE WORKERS WORKLOAD OPTIMIZER BATCH ITERATIONS
+forks.py KEY-FILE|ADDRESS WORKERS WORKLOAD OPTIMIZER BATCH ITERATIONS
 """
 
 import sys
@@ -9,13 +9,14 @@ from pathlib import Path
 
 from paceline import workloads
 from paceline.api import check_optimizer
-from paceline.commands.hosts import Knocking
+from paceline.commands.serve_join import ConnectionProgress
 from paceline.core.messages import Members
-from paceline.runtime.live.across.agent import Agent, Offer, new_token
-from paceline.runtime.live.across.far import FarLink, make_keys
-from paceline.runtime.live.across.keyring import read_key_file
-from paceline.runtime.live.driver.children import StartWorker, function_starter
-from paceline.training import train
+from paceline.function_workers import function_starter
+from paceline.runtime.live.driver.children import StartWorker
+from paceline.runtime.live.messaging.key_files import read_key_file
+from paceline.runtime.live.messaging.remote_links import RemoteLink, make_keys
+from paceline.runtime.live.multihost.agent import Agent, AgentOffer, new_token
+from paceline.workload_training import train
 
 
 def starter(name: str, optimizer: str, batch: int, iterations: int) -> StartWorker:
@@ -24,16 +25,24 @@ def starter(name: str, optimizer: str, batch: int, iterations: int) -> StartWork
     return function_starter(partial(train, workload, spec, batch, iterations, 0))
 
 
+def take_part_openly(address: str, workers: int, start: StartWorker) -> int:
+    """In a run without keys."""
+    return Agent(AgentOffer(address, "", None, new_token(), workers), start, print).run()
+
+
 def take_part(key_path: Path, workers: int, start: StartWorker) -> int:
     key_file, keys, token = read_key_file(key_path), make_keys(), new_token()
-    link = FarLink(key_file.address, b"join", key_file.client, key_file.server)
-    offer = Offer(key_file.address, key_file.server, keys, token, workers)
+    link = RemoteLink(key_file.address, b"join", key_file.client, key_file.server)
+    offer = AgentOffer(key_file.address, key_file.server, keys, token, workers)
     try:
-        return Agent(offer, start, knock=Knocking(link, keys.public, token)).run()
+        return Agent(offer, start, print, ConnectionProgress(link, keys.public, token)).run()
     finally:
         link.close()
 
 
 if __name__ == "__main__":
     key, workers, name, optimizer, batch, iterations = sys.argv[1:]
-    sys.exit(take_part(Path(key), int(workers), starter(name, optimizer, int(batch), int(iterations))))
+    start = starter(name, optimizer, int(batch), int(iterations))
+    if key.startswith("tcp://"):
+        sys.exit(take_part_openly(key, int(workers), start))
+    sys.exit(take_part(Path(key), int(workers), start))

@@ -5,7 +5,7 @@ import sys
 from paceline import workloads
 from paceline.api import check_optimizer
 from paceline.core.messages import Members
-from paceline.training import train
+from paceline.workload_training import train
 
 name, optimizer, batch, iterations = sys.argv[1:5]
 workload = workloads.load(name)

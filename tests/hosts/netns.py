@@ -163,8 +163,16 @@ class Host(_Namespaces):
         self._connected = True
         self._plug()
 
-    def slow(self, delay_ms: float = 0.0, rate_mbit: float | None = None, loss: float = 0.0, seed: int = 0) -> None:
-        """Its packets take `delay_ms` longer, pass at a rate, and get lost with a chance of `loss`, each way.
+    def slow(
+        self,
+        delay_ms: float = 0.0,
+        rate_mbit: float | None = None,
+        loss: float = 0.0,
+        damage: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Its packets take `delay_ms` longer, pass at a rate, get lost with a chance of `loss`, and are damaged with
+        one of `damage` so that TCP does not see it, each way.
 
         Always the line in user space (`line.py`): the same on every kernel, with `netem` or without. It carries a
         few hundred Mbit/s, so a rate above that is not kept.
@@ -177,7 +185,9 @@ class Host(_Namespaces):
         self._switch.ip("link", "set", self._line, "up")
         self._switch.ip("link", "set", self._joint, "up")
         self._switch.ip("link", "set", self._port, "nomaster")
-        options = json.dumps({"delay_ms": delay_ms, "rate_mbit": rate_mbit, "loss": loss, "seed": seed})
+        options = json.dumps(
+            {"delay_ms": delay_ms, "rate_mbit": rate_mbit, "loss": loss, "damage": damage, "seed": seed}
+        )
         command = [sys.executable, "-S", "-E", str(HERE / "line.py"), self._port, self._line, options]
         self._line_process = subprocess.Popen(
             [*self._switch.network, *command],
@@ -262,7 +272,8 @@ class Hosts(Sequence[Host]):
 def members(namespace: str) -> set[int]:
     """The processes of this machine in a namespace, by its name in /proc, as "pid:[4026531836]"."""
     found = set()
-    for link in Path("/proc").glob(f"[0-9]*/ns/{namespace.partition(':')[0]}"):
+    kind = namespace.partition(":")[0]
+    for link in [each / "ns" / kind for each in Path("/proc").iterdir() if each.name.isdigit()]:
         try:
             if os.readlink(link) == namespace:
                 found.add(int(link.parent.parent.name))
@@ -274,7 +285,7 @@ def members(namespace: str) -> set[int]:
 def children(parent: int) -> set[int]:
     """The processes of this machine that a process has started."""
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in [each / "stat" for each in Path("/proc").iterdir() if each.name.isdigit()]:
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from paceline import rundir
+from paceline import run_folder
 from paceline.run import Run
 from tests.hosts.netns import Host, Process
 
@@ -21,10 +21,11 @@ PORT = 7000
 class Serving:
     """A run that is served on `host`, with its folder, its key and its logs in `folder`; a context manager."""
 
-    def __init__(self, host: Host, folder: Path, *options: str) -> None:
+    def __init__(self, host: Host, folder: Path, *options: str, insecure: bool = False) -> None:
         self.host = host
         self.folder = folder
         self.options = options
+        self.insecure = insecure
         self.processes: list[tuple[str, Process, Path]] = []
 
     @property
@@ -40,7 +41,8 @@ class Serving:
         return f"tcp://{self.host.address}:{PORT}"
 
     def __enter__(self) -> Self:
-        bind = ("--bind", f"tcp://{self.host.address}:{PORT}", "--key-file", str(self.key), "--dir", str(self.out))
+        keys = ("--insecure",) if self.insecure else ("--key-file", str(self.key))
+        bind = ("--bind", f"tcp://{self.host.address}:{PORT}", *keys, "--dir", str(self.out))
         self.server = self.start(self.host, "serve", "-m", "paceline", "serve", *bind, *self.options)
         self.until(lambda: "waiting for" in self.log("serve"), "the run is served")
         return self
@@ -61,7 +63,7 @@ class Serving:
     def fork(self, host: Host, name: str, workers: int, iterations: int) -> Process:
         """The same with workers that are forks, which start sooner: digits."""
         job = ("digits-mlp", "sgd:lr=0.1", "32", str(iterations))
-        return self.start(host, name, str(FORKS), str(self.key), str(workers), *job)
+        return self.start(host, name, str(FORKS), self.address if self.insecure else str(self.key), str(workers), *job)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
@@ -85,7 +87,7 @@ class Serving:
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"{name} did not end:\n{self.logs()}") from None
             assert code == 0, f"{name} ended with {code}:\n{self.logs()}"
-        return rundir.load(self.out)
+        return run_folder.load(self.out)
 
     def __exit__(self, *_: object) -> None:
         for _, process, _ in self.processes:

@@ -11,16 +11,17 @@ import sys
 import time
 from pathlib import Path
 
-from paceline import rundir
+from paceline import run_folder
 from paceline.api import check_live
+from paceline.function_workers import function_starter
 from paceline.run import Target
-from paceline.runtime.live.across.far import make_keys
-from paceline.runtime.live.across.keyring import KeyFile, write_key_file
-from paceline.runtime.live.configuration import Abroad
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.hosts import Hosts, Meeting
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.driver.remote_hosts import Meeting
+from paceline.runtime.live.driver.run_plan import OpenRun
+from paceline.runtime.live.messaging.key_files import KeyFile, write_key_file
+from paceline.runtime.live.messaging.remote_links import make_keys
+from paceline.runtime.live.protocol.configuration import MultihostOptions
 from tests.hosts import forks
 
 TARGET = "accuracy=0.95"
@@ -32,21 +33,21 @@ def drive(folder: Path, address: str, workers: int, servers: int, policies: list
     for number, policy in enumerate(policies):
         keys, join = make_keys(), make_keys()
 
-        def opened(hosts: Hosts, number: int = number, server: str = keys.public, join=join) -> None:  # type: ignore[no-untyped-def]
-            write_key_file(folder / f"{number}.part", KeyFile(hosts.address, server, join))
+        def opened(run: OpenRun, number: int = number, server: str = keys.public, join=join) -> None:  # type: ignore[no-untyped-def]
+            write_key_file(folder / f"{number}.part", KeyFile(run.hosts.address, server, join))
             (folder / f"{number}.part").rename(folder / f"{number}.key")
 
         size = check_live(workers, servers or None, policy, None, "eps", 0)
-        plan = LivePlan(
+        plan = RunPlan(
             size.members, function_starter(lambda: None), size.policy, target=Target.parse(TARGET),
-            care=Care(timeout_s=LIMIT_S), meeting=Meeting(address, 0, address, keys, join.public),
-            abroad=Abroad(address, address), opened=opened,
+            care=FaultPolicy(timeout_s=LIMIT_S), meeting=Meeting(address, 0, address, keys, join.public),
+            multihost=MultihostOptions(address, address), opened=opened,
         )  # fmt: skip
         run = Driver(plan).run()
         run.config = {"policy": policy}
         (folder / str(number)).mkdir()
-        rundir.write_config(folder / str(number), run.config)
-        rundir.save(folder / str(number), run)
+        run_folder.write_config(folder / str(number), run.config)
+        run_folder.save(folder / str(number), run)
 
 
 def take_part(folder: Path, workers: int, policies: list[str]) -> None:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from paceline.bench import peers
+from paceline.bench import competitors
 from tests.hosts.netns import Hosts
 
 PARAMS, WARM, COUNT, WORKERS = 100_000, 2, 20, 2
@@ -20,8 +20,8 @@ NEEDED = 2 * 4 * PARAMS * (WARM + COUNT) * WORKERS
 MEASURE = """
 import json, sys
 from pathlib import Path
-from paceline.bench import exchange, peers
-from paceline.runtime.live.configuration import Abroad
+from paceline.bench import exchange, competitors
+from paceline.runtime.live.protocol.configuration import MultihostOptions
 def carried():
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split()[1])
@@ -30,10 +30,10 @@ before = carried()
 if who == "paceline":
     abroad = None
     if options["transport"] == "tcp":
-        abroad = Abroad("127.0.0.1", "", keys=False, wire=options["wire"], near=False)
+        abroad = MultihostOptions("127.0.0.1", "", keys=False, wire=options["wire"], shared_memory=False)
     rate = exchange.measure_paceline("asp", 2, options, abroad)[0]
 else:
-    rate = sum(peers.measure(who, 3 if who == "rpc" else 2, options))
+    rate = sum(competitors.measure(who, 3 if who == "rpc" else 2, options))
 assert rate > 0
 print(carried() - before)
 """
@@ -60,6 +60,6 @@ def test_bfloat16_is_half_of_it() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not peers.has_ray(), reason="ray is not installed")
+@pytest.mark.skipif(not competitors.has_ray(), reason="ray is not installed")
 def test_ray_with_two_nodes_goes_over_tcp() -> None:
     assert carried("ray", "tcp") > NEEDED

@@ -14,8 +14,8 @@ import pytest
 from paceline.core.actions import Apply
 from paceline.core.events import GradientReady
 from paceline.run import Run
-from paceline.runtime.live.across.far import make_keys
-from paceline.runtime.live.across.keyring import KeyFile, read_key_file, write_key_file
+from paceline.runtime.live.messaging.key_files import KeyFile, read_key_file, write_key_file
+from paceline.runtime.live.messaging.remote_links import make_keys
 from tests.hosts.netns import Hosts, children
 from tests.hosts.running import Serving
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import cli, rundir
+from paceline import cli, run_folder
 from paceline.run import Run
 from tests.reference import largest_difference, train_alone
 
@@ -121,11 +121,11 @@ class OnRay:
         return self.said
 
     def left(self) -> Run:
-        return rundir.load(self.folder)
+        return run_folder.load(self.folder)
 
 
 def test_bsp_over_tcp_equals_single_process(nodes: Nodes, tmp_path: Path) -> None:
-    script = [str(HERE / "far_job.py"), "digits-mlp", "sgd:lr=0.1", "32", str(ITERATIONS)]
+    script = [str(HERE / "remote_job.py"), "digits-mlp", "sgd:lr=0.1", "32", str(ITERATIONS)]
     with OnRay(nodes, tmp_path, "--policy", "bsp", *script, size=(2, 2)) as on_ray:
         said = on_ray.ended()
     run = on_ray.left()
@@ -212,14 +212,14 @@ def test_refusals(options: list[str], line: str, capsys: pytest.CaptureFixture[s
 
 def test_a_node_without_the_script() -> None:
     from paceline.errors import ConfigError
-    from paceline.runtime.live.across.on_ray import Errand, Place
+    from paceline.runtime.live.launchers.ray_cluster import AgentActor, WorkerScript
 
     with pytest.raises(ConfigError, match=r"there is no script 'nowhere.py' on .*--working-dir"):
-        Place().run("tcp://127.0.0.1:1", "", "worker", 0, Errand("nowhere.py", (), ""))
+        AgentActor().run("tcp://127.0.0.1:1", "", "worker", 0, WorkerScript("nowhere.py", (), ""))
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "paceline.runtime.live.across.on_ray", raising=False)
+    monkeypatch.delitem(sys.modules, "paceline.runtime.live.launchers.ray_cluster", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.run(["run", "--on", "ray", str(HERE / "job.py")]) == 2
     assert capsys.readouterr().err == "paceline: ray is not installed: pip install 'paceline[ray]'\n"

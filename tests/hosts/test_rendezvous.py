@@ -12,18 +12,10 @@ import pytest
 
 from paceline import session
 from paceline.errors import ConfigError, RunFailed
-from paceline.runtime.live.across.addresses import address_of, address_towards
-from paceline.runtime.live.across.adopting import Adopted, adopter, left_path, pid_path, write_pid
-from paceline.runtime.live.across.rendezvous import (
-    AgentThere,
-    Board,
-    DriverThere,
-    FolderThere,
-    Place,
-    nodes_of,
-    read_place,
-    tasks_per_node,
-)
+from paceline.runtime.live.launchers.adopted_processes import AdoptedProcess, adopter, left_path, pid_path, write_pid
+from paceline.runtime.live.launchers.launcher_environment import Place, nodes_of, read_place, tasks_per_node
+from paceline.runtime.live.launchers.rendezvous import AgentThere, DriverThere, FolderThere, RendezvousStore
+from paceline.runtime.live.messaging.addresses import address_of, address_towards
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -117,21 +109,21 @@ def test_notes_on_the_board() -> None:
     seen: list[DriverThere] = []
 
     def agent() -> None:
-        board = Board(place)  # before the driver's is there
+        board = RendezvousStore(place)  # before the driver's is there
         board.put("agent-1", AgentThere("key", "token"))
         seen.append(board.wait_for("driver", DriverThere))
 
     thread = threading.Thread(target=agent)
     thread.start()
-    board = Board(place, make=True)
+    board = RendezvousStore(place, make=True)
     assert board.wait_for("agent-1", AgentThere) == AgentThere("key", "token")
     board.put("driver", DriverThere("tcp://127.0.0.1:7000", "its key"))
-    board.put("folder", FolderThere("runs/x"), lasting=True)
+    board.put("folder", FolderThere("runs/x"), keep_over_attempts=True)
     thread.join(30)
     assert seen == [DriverThere("tcp://127.0.0.1:7000", "its key")]
-    again = Board(replace(place, attempt=1))
+    again = RendezvousStore(replace(place, attempt=1))
     assert again.read("driver", DriverThere) is None, "an attempt does not read what the one before has left"
-    assert again.read("folder", FolderThere, lasting=True) == FolderThere("runs/x")
+    assert again.read("folder", FolderThere, keep_over_attempts=True) == FolderThere("runs/x")
     again.notes.set("driver", "nonsense")
     with pytest.raises(RunFailed, match="the store's driver is not what it should be"):
         again.read("driver", DriverThere)
@@ -150,7 +142,7 @@ def test_a_process_that_is_adopted(tmp_path: Path) -> None:
             os._exit(0)
         os.read(there, 1)
         child = adopter()(3, 0, tmp_path)
-        assert isinstance(child, Adopted)
+        assert isinstance(child, AdoptedProcess)
         assert child.pid == pid
         assert not child.has_left()
         os.write(say_go_on, b".")
@@ -162,7 +154,7 @@ def test_a_process_that_is_adopted(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="worker 3 is not to be had again"):
         adopter()(3, 1, tmp_path)
     with pytest.raises(RunFailed, match="the process of pid-3 is not there"):
-        Adopted(tmp_path, 3)
+        AdoptedProcess(tmp_path, 3)
 
 
 def test_addresses() -> None:

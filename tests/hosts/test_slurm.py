@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import rundir
+from paceline import run_folder
 from tests.hosts.launching import Launched
 from tests.hosts.running import job
 
@@ -41,7 +41,7 @@ def test_the_job_script_trains_on_two_nodes(way: str, slurm: dict[str, str], tmp
     with Launched(script, tmp_path, {**slurm, "WAY": way, "WORKERS": "1"}) as launched:
         assert launched.end() == 0, launched.log()
         launched.leaves_nothing()
-    run = rundir.load(tmp_path / "runs" / f"slurm-{slurm['SLURM_JOB_ID']}.0-digits")
+    run = run_folder.load(tmp_path / "runs" / f"slurm-{slurm['SLURM_JOB_ID']}.0-digits")
     assert run.time_to_target_s is not None
     assert run.failures == []
     assert {record.node.rank for record in run.trace if record.node.role == "worker"} == {0, 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import rundir
+from paceline import run_folder
 from tests.hosts.netns import Hosts
 from tests.hosts.running import Serving, job
 from tests.reference import largest_difference, train_alone
@@ -64,5 +64,5 @@ def test_each_policy_trains_digits_over_three_hosts(tmp_path: Path) -> None:
     said = (tmp_path / "log").read_text()
     assert code == 0, said
     for number, policy in enumerate(POLICIES):
-        run = rundir.load(tmp_path / str(number))
+        run = run_folder.load(tmp_path / str(number))
         assert run.time_to_target_s is not None, f"{policy} missed its target:\n{said}"

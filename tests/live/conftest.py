@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.live.listeners import Ear, MakeEar
+
 
 def children() -> set[int]:
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in [each / "stat" for each in Path("/proc").iterdir() if each.name.isdigit()]:
         try:
             fields = stat.read_text().rsplit(")", 1)[1].split()
         except OSError:
@@ -52,3 +55,10 @@ def nothing_left_behind() -> Iterator[None]:
     assert sockets() <= before[1], "a socket or a sentinel was left"
     assert shared() <= before[2], "shared memory was left"
     assert threads() <= before[3], "a thread was left"
+
+
+@pytest.fixture
+def make_ear() -> Iterator[MakeEar]:
+    """Makes listeners with links that are closed when the test is over, however it ends."""
+    with contextlib.ExitStack() as everything:
+        yield lambda *given, **more: everything.enter_context(Ear(*given, **more))

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from paceline.cluster.models import LogNormal
 from paceline.core.actions import AbortCompute, Compute, Send
 from paceline.core.events import ComputeAborted, GradientReady, PullArrived, PushArrived
 from paceline.core.messages import Resync, View
-from paceline.runtime.live import bell
-from paceline.runtime.live.bell import Bell, Bells
-from paceline.runtime.live.worker.aborting import Aborted, Aborting
-from paceline.runtime.live.worker.hands import Hands
+from paceline.runtime.live.storage import abort_flag
+from paceline.runtime.live.storage.abort_flag import AbortFlag, AbortFlags
+from paceline.runtime.live.system.training_end import TrainingEnd
+from paceline.runtime.live.trainer.sample_leases import SampleLeases
+from paceline.runtime.live.worker.abortable_step import AbortableStep, Aborted
 
 ITERATION = 3
 
@@ -39,10 +41,11 @@ class Alone:
     """A worker without a run: `begin_again` puts the fresh parameters into the model."""
 
     def __init__(self, folder: Path, begin_again: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.rank, self.incarnation = folder, 0, 0
+        self.run = SimpleNamespace(folder=folder, rank=0, incarnation=0)
         self.ordered = Compute(ITERATION, 0)
         self.times_begun = 1
-        self.hands = Hands(self)  # type: ignore[arg-type]
+        self.end = TrainingEnd()
+        self.leases = SampleLeases(self.run, self.end, lambda: None)  # type: ignore[arg-type]
         self.fresh = begin_again
 
     def begin_again(self) -> None:
@@ -53,6 +56,11 @@ class Alone:
 
     def stretch(self, started: float, look: Callable[[], None] | None = None) -> None:
         """No scenario."""
+
+
+def abortable(live: Alone, tensors: list[torch.Tensor], module: nn.Module | None) -> AbortableStep:
+    flag = AbortFlag(abort_flag.path(live.run.folder, 0, 0), create=True)
+    return AbortableStep(live, live.leases, flag, 0, tensors, module)
 
 
 class Mark(torch.autograd.Function):
@@ -184,7 +192,7 @@ def test_the_second_run_equals_one_that_began_with_the_fresh_parameters(tmp_path
         def note(direction: str, passed: list[str] = passed, place: int = place) -> None:
             passed.append(direction)
             if len(passed) == place + 1:
-                Bell(bell.path(tmp_path, 0, 0)).ring(ITERATION)
+                AbortFlag(abort_flag.path(tmp_path, 0, 0)).set(ITERATION)
 
         stale, fresh = make(note, 1), make(passed.append, 9)
 
@@ -198,12 +206,12 @@ def test_the_second_run_equals_one_that_began_with_the_fresh_parameters(tmp_path
                     mine.copy_(theirs)
 
         live = Alone(tmp_path, refresh)
-        aborting = Aborting(live, list(stale.parameters()), stale)  # type: ignore[arg-type]
+        aborting = abortable(live, list(stale.parameters()), stale)
         for parameter in stale.parameters():
             parameter.grad = torch.ones_like(parameter)
         seed_all()
 
-        def zero(stale: Net = stale, aborting: Aborting = aborting) -> None:
+        def zero(stale: Net = stale, aborting: AbortableStep = aborting) -> None:
             if clears == "the optimizer":
                 aborting.rewind.before_clearing()
             if clears != "nobody":
@@ -213,7 +221,7 @@ def test_the_second_run_equals_one_that_began_with_the_fresh_parameters(tmp_path
         assert live.times_begun == 2
         assert equal(everything(stale, loss), expected), place
         aborting.close()
-        bell.path(tmp_path, 0, 0).unlink()
+        abort_flag.path(tmp_path, 0, 0).unlink()
 
 
 def linear_net() -> nn.Module:
@@ -226,10 +234,10 @@ def ringing(net: nn.Module, folder: Path, tensor: bool) -> Callable[[], torch.Te
 
     def closure() -> torch.Tensor:
         if not rung and not tensor:
-            rung.append(Bell(bell.path(folder, 0, 0)).ring(ITERATION))
+            rung.append(AbortFlag(abort_flag.path(folder, 0, 0)).set(ITERATION))
         output = net(inputs)
         if not rung:
-            rung.append(output.register_hook(lambda gradient: Bell(bell.path(folder, 0, 0)).ring(ITERATION)))
+            rung.append(output.register_hook(lambda gradient: AbortFlag(abort_flag.path(folder, 0, 0)).set(ITERATION)))
         output.sum().backward()
         return output.sum()
 
@@ -240,24 +248,24 @@ class TestAborting:
     def test_without_the_model_backward_is_interrupted(self, tmp_path: Path) -> None:
         net = linear_net()
         live = Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), None)  # type: ignore[arg-type]
+        aborting = abortable(live, list(net.parameters()), None)
         aborting.run(ringing(net, tmp_path, tensor=False), 0.0)
         assert live.times_begun == 2
         aborting.close()
 
     def test_a_word_for_another_iteration_means_nothing(self, tmp_path: Path) -> None:
         net, live = linear_net(), Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting = abortable(live, list(net.parameters()), net)
         for iteration in (ITERATION - 1, ITERATION + 1):
-            aborting.bell.ring(iteration)
+            aborting.flag.set(iteration)
             aborting.run(close_over_sum(net), 0.0)
         assert live.times_begun == 1
         aborting.close()
 
     def test_outside_of_step_nothing_is_raised(self, tmp_path: Path) -> None:
         net, live = linear_net(), Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
-        aborting.bell.ring(ITERATION)
+        aborting = abortable(live, list(net.parameters()), net)
+        aborting.flag.set(ITERATION)
         net(torch.zeros(3, 4)).sum().backward()
         aborting.close()
         net(torch.zeros(3, 4)).sum().backward()
@@ -265,7 +273,7 @@ class TestAborting:
     @pytest.mark.parametrize("way", ["goes on", "wraps", "returns"])
     def test_a_script_that_catches_everything_does_not_push_half_a_gradient(self, tmp_path: Path, way: str) -> None:
         net, live = linear_net(), Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting = abortable(live, list(net.parameters()), net)
         inner, runs = ringing(net, tmp_path, tensor=True), []
 
         def closure() -> Any:
@@ -283,7 +291,7 @@ class TestAborting:
 
     def test_an_error_of_the_script_is_its_own(self, tmp_path: Path) -> None:
         net, live = linear_net(), Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting = abortable(live, list(net.parameters()), net)
         with pytest.raises(ZeroDivisionError):
             aborting.run(lambda: 1 / 0, 0.0)
         net(torch.zeros(3, 4))
@@ -292,8 +300,8 @@ class TestAborting:
 
     def test_after_an_error_in_the_second_run_a_further_one_is_not_given_up(self, tmp_path: Path) -> None:
         net, live = linear_net(), Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
-        aborting.bell.ring(ITERATION)
+        aborting = abortable(live, list(net.parameters()), net)
+        aborting.flag.set(ITERATION)
 
         def closure() -> None:
             net(torch.ones(3, 4))
@@ -311,7 +319,7 @@ class TestAborting:
         net.register_buffer("seen", torch.zeros(1))
         net.register_forward_pre_hook(lambda module, inputs: setattr(net, "seen", net.seen + 1))
         seen = net.seen
-        aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting = abortable(Alone(tmp_path), list(net.parameters()), net)
         aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
         assert (float(seen), float(net.seen)) == (0, 1)
         aborting.close()
@@ -325,7 +333,7 @@ class TestAborting:
             net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
             folder.mkdir()
             live = Alone(folder)
-            aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+            aborting = abortable(live, list(net.parameters()), net)
             for parameter in net.parameters():
                 parameter.grad = torch.ones_like(parameter)
 
@@ -335,7 +343,7 @@ class TestAborting:
                 aborting.rewind.before_clearing()
                 net.zero_grad(to_none)
                 if rung and live.times_begun == 1:
-                    aborting.bell.ring(ITERATION)
+                    aborting.flag.set(ITERATION)
                 net(torch.ones(1, 2)).pow(2).sum().backward()
                 for parameter, before in zip(net.parameters(), taken, strict=True):
                     parameter.grad += before
@@ -354,7 +362,7 @@ class TestAborting:
         net.register_buffer("mask", place.expand(3, 4))
         if changes:
             net[0].register_forward_hook(lambda module, inputs, output: output + 0 * place.add_(1))
-        aborting = Aborting(Alone(tmp_path), list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting = abortable(Alone(tmp_path), list(net.parameters()), net)
         aborting.run(ringing(net, tmp_path, tensor=True), 0.0)
         assert equal(net.mask, torch.full((3, 4), 2.0 if changes else 1.0)), "of two passes one counts"
         assert net.mask.data_ptr() == place.data_ptr()
@@ -363,8 +371,8 @@ class TestAborting:
     @pytest.mark.parametrize("way", ["average", "copy", "save"])
     def test_the_model_is_copied_without_the_run(self, tmp_path: Path, way: str) -> None:
         net, live = linear_net(), Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
-        aborting.live.driver = socket.socket()  # type: ignore[assignment]
+        aborting = abortable(live, list(net.parameters()), net)
+        aborting.computation.run.driver = socket.socket()
         if way == "average":
             other: nn.Module = AveragedModel(net)
         elif way == "copy":
@@ -374,7 +382,7 @@ class TestAborting:
             torch.save(net, file)
             file.seek(0)
             other = torch.load(file, weights_only=False)
-        aborting.bell.ring(ITERATION)
+        aborting.flag.set(ITERATION)
 
         def evaluate() -> str:
             other(torch.zeros(3, 4)).sum().backward()
@@ -384,18 +392,18 @@ class TestAborting:
         assert live.times_begun == 1, "a copy's computations are not the run's"
         aborting.run(close_over_sum(net), 0.0)
         assert live.times_begun == 2, "the model's are"
-        aborting.live.driver.close()
+        aborting.computation.run.driver.close()
         aborting.close()
 
     @pytest.mark.parametrize("tensor", [False, True], ids=["forward", "backward"])
     def test_three_thousand_aborts_leave_nothing(self, tmp_path: Path, tensor: bool) -> None:
         net = linear_net()
         live = Alone(tmp_path)
-        aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+        aborting = abortable(live, list(net.parameters()), net)
 
         def abort() -> None:
             live.ordered, live.times_begun = Compute(ITERATION, 0), 1
-            aborting.bell.ring(0)
+            aborting.flag.set(0)
             aborting.run(ringing(net, tmp_path, tensor), 0.0)
             assert live.times_begun == 2
 
@@ -432,14 +440,14 @@ def close_over_sum(net: nn.Module) -> Callable[[], torch.Tensor]:
 
 class TestBells:
     def test_ring_who_is_there(self, tmp_path: Path) -> None:
-        mine = Bell(bell.path(tmp_path, 1, 2), create=True)
-        bells = Bells(tmp_path)
-        bells.ring(Resync(1, 1, 5))
+        mine = AbortFlag(abort_flag.path(tmp_path, 1, 2), create=True)
+        flags = AbortFlags(tmp_path)
+        flags.set(Resync(1, 1, 5))
         assert mine.word[0] == 0
-        bells.ring(Resync(1, 2, 5))
+        flags.set(Resync(1, 2, 5))
         assert mine.word[0] == 6
-        bells.announce(View(2, ((0, 0),)))
-        assert not bells.bells
+        flags.announce(View(2, ((0, 0),)))
+        assert not flags.flags
         mine.close()
 
 

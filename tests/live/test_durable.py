@@ -12,28 +12,32 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import paceline
-from paceline import policies, rundir, workloads
+from paceline import policies, run_folder, workloads
 from paceline.cluster import load
 from paceline.commands.replay import Replay
 from paceline.core.actions import Apply, Drop
 from paceline.core.events import GradientReady, PullRepeated, Restored, TimerFired
 from paceline.core.messages import Handle, Members
 from paceline.errors import ConfigError, PacelineError
+from paceline.function_workers import function_starter
 from paceline.run import Run
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.driver.lasting import joined, replay, salvage
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
-from paceline.runtime.live.server import durable
-from paceline.runtime.live.server.durable import Durable, Kept, Log, Logged
+from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.durability import joined, replay, salvage
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.driver.run_state import Model
+from paceline.runtime.live.protocol.records import DurabilityOptions
+from paceline.runtime.live.storage import update_log
+from paceline.runtime.live.storage.update_log import HeldGradient, LogEnd, LoggedEvent, LogReader, LogSegment
 from paceline.tensors import optimizers
-from paceline.training import train
+from paceline.tensors.layout import Layout
+from paceline.workload_training import train
 from tests.reference import largest_difference, train_alone
 
 
@@ -70,18 +74,22 @@ class Killer:
     def turn_and_kill(self) -> None:
         self.turn()
         driver = self.driver
-        if len(driver.history) >= self.every * (self.kills + 1) and not driver.asked_to_finish:
-            rank = self.kills % driver.servers.count
+        if len(driver.parts.logged.history) >= self.every * (self.kills + 1) and not driver.parts.state.finishing:
+            rank = self.kills % driver.parts.servers.count
             self.kills += 1
-            next(child for child in driver.children.values() if (child.role, child.rank) == ("server", rank)).kill()
+            next(
+                child for child in driver.parts.children.values() if (child.role, child.rank) == ("server", rank)
+            ).kill()
 
 
-def driver_of(work: Callable[[], None], policy: str, folder: Path, how: Durable, **more) -> tuple[Driver, list[str]]:
+def driver_of(
+    work: Callable[[], None], policy: str, folder: Path, how: DurabilityOptions, **more
+) -> tuple[Driver, list[str]]:
     said: list[str] = []
-    keeping = more.pop("keeping", None) or Keeping(folder, durable=how)
-    plan = LivePlan(
+    checkpointing = more.pop("checkpointing", None) or CheckpointOptions(folder, durable=how)
+    plan = RunPlan(
         Members(3, 2), function_starter(work), policies.parse(policy), load("steady:compute_s=0.002"),
-        care=Care(timeout_s=60), keeping=keeping, **more,
+        care=FaultPolicy(timeout_s=60), checkpointing=checkpointing, **more,
     )  # fmt: skip
     return Driver(plan, say=said.append), said
 
@@ -102,7 +110,7 @@ def check(run: Run, folder: Path, iterations: int) -> None:
 
 
 def test_nothing_is_lost_or_done_twice_and_the_parameters_count_it(tmp_path: Path) -> None:
-    driver, said = driver_of(partial(ones, 80), "bsp", tmp_path, Durable(events=30))
+    driver, said = driver_of(partial(ones, 80), "bsp", tmp_path, DurabilityOptions(events=30))
     killer = Killer(driver, 10)
     run = driver.run()
     assert killer.kills >= 6
@@ -111,7 +119,7 @@ def test_nothing_is_lost_or_done_twice_and_the_parameters_count_it(tmp_path: Pat
     for value in run.parameters.values():  # 40 steps of 1, and 40 of 1/2
         assert value.unique().tolist() == [-60.0]
     assert any(isinstance(record.event, PullRepeated) for record in run.trace)
-    assert all(durable.numbers(durable.folder_of(tmp_path, shard), durable.LOG)[0] > 0 for shard in range(2))
+    assert all(update_log.numbers(update_log.folder_of(tmp_path, shard), update_log.LOG)[0] > 0 for shard in range(2))
     (line,) = (line for line in said if line.startswith("durable: "))
     assert "MB logged for" in line
     assert "ms a push" in line
@@ -122,7 +130,7 @@ def test_nothing_is_lost_or_done_twice_and_the_parameters_count_it(tmp_path: Pat
     [("bsp", "adam:lr=0.002"), ("ssp:staleness=3,lazy=true", "sgd:lr=0.05,momentum=0.9,ema=0.9")],
 )
 def test_training_goes_on_as_if_nobody_had_been_killed(tmp_path: Path, policy: str, optimizer: str) -> None:
-    driver, _ = driver_of(digits(60, optimizer), policy, tmp_path, Durable(events=50))
+    driver, _ = driver_of(digits(60, optimizer), policy, tmp_path, DurabilityOptions(events=50))
     killer = Killer(driver, 12)
     run = driver.run()
     assert killer.kills >= 4
@@ -133,7 +141,7 @@ def test_training_goes_on_as_if_nobody_had_been_killed(tmp_path: Path, policy: s
 
 @pytest.mark.parametrize("policy", ["scheduled", "elastic:lookahead=3"])
 def test_a_scheduler_is_told_again_where_a_shard_stands(tmp_path: Path, policy: str) -> None:
-    driver, _ = driver_of(partial(ones, 50), policy, tmp_path, Durable())
+    driver, _ = driver_of(partial(ones, 50), policy, tmp_path, DurabilityOptions())
     killer = Killer(driver, 10)
     run = driver.run()
     assert killer.kills >= 4
@@ -144,7 +152,7 @@ def test_a_scheduler_is_told_again_where_a_shard_stands(tmp_path: Path, policy: 
 
 
 def test_with_fsync_it_is_the_same(tmp_path: Path) -> None:
-    driver, _ = driver_of(partial(ones, 20), "bsp", tmp_path, Durable(fsync=True))
+    driver, _ = driver_of(partial(ones, 20), "bsp", tmp_path, DurabilityOptions(fsync=True))
     killer = Killer(driver, 5)
     run = driver.run()
     assert killer.kills >= 3
@@ -152,21 +160,21 @@ def test_with_fsync_it_is_the_same(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_loudly_and_training_goes_on(tmp_path: Path) -> None:
-    keeping = Keeping(tmp_path, every_updates=10, durable=Durable())
-    driver, said = driver_of(partial(ones, 120), "bsp", tmp_path, Durable(), keeping=keeping)
+    checkpointing = CheckpointOptions(tmp_path, every_updates=10, durable=DurabilityOptions())
+    driver, said = driver_of(partial(ones, 120), "bsp", tmp_path, DurabilityOptions(), checkpointing=checkpointing)
     turn = driver.turn
     full: list[int] = []
     killed: list[int] = []
 
     def fill_the_disk() -> None:
         turn()
-        server = next((c for c in driver.children.values() if (c.role, c.rank) == ("server", 0)), None)
+        server = next((c for c in driver.parts.children.values() if (c.role, c.rank) == ("server", 0)), None)
         if server is None:
             return
-        if len(driver.history) > 10 and not full:
-            full.append(durable.log_path(durable.folder_of(tmp_path, 0), 0).stat().st_size + 30_000)
+        if len(driver.parts.logged.history) > 10 and not full:
+            full.append(update_log.log_path(update_log.folder_of(tmp_path, 0), 0).stat().st_size + 30_000)
             resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (full[0], resource.RLIM_INFINITY))
-        if any("NOT durable" in line for line in said) and not killed and len(driver.history) > 60:
+        if any("NOT durable" in line for line in said) and not killed and len(driver.parts.logged.history) > 60:
             killed.append(server.pid)
             server.kill()
 
@@ -197,7 +205,7 @@ def test_a_run_whose_driver_was_killed_goes_on_from_the_logs(tmp_path: Path) -> 
     work = partial(noting, 100_000, noted)
     pid = os.fork()
     if pid == 0:
-        driver_of(work, "asp", tmp_path, Durable(events=40))[0].run()
+        driver_of(work, "asp", tmp_path, DurabilityOptions(events=40))[0].run()
         os._exit(1)
     while len(noted.read_bytes()) < 150:
         time.sleep(0.002)
@@ -217,71 +225,89 @@ def test_a_run_whose_driver_was_killed_goes_on_from_the_logs(tmp_path: Path) -> 
     assert salvage(tmp_path) is None  # the checkpoint it has made knows as much
     at = min(server.machine.progress.V for server in logged)
 
-    keeping = Keeping(tmp_path, resume=True, durable=Durable())
-    driver, _ = driver_of(partial(noting, at + 30, noted), "bsp", tmp_path, Durable(), keeping=keeping)
+    checkpointing = CheckpointOptions(tmp_path, resume=True, durable=DurabilityOptions())
+    driver, _ = driver_of(
+        partial(noting, at + 30, noted), "bsp", tmp_path, DurabilityOptions(), checkpointing=checkpointing
+    )
     run = driver.run()
     restored = {record.node.rank: record.event.version for record in run.trace if isinstance(record.event, Restored)}
     assert restored == {rank: server.machine.version for rank, server in enumerate(logged)}
-    rundir.save(tmp_path, run)
+    run_folder.save(tmp_path, run)
     assert Replay(dir=str(tmp_path)).main() == 0
     parameters = {name: value + 1 for name, value in run.parameters.items()}
-    rundir.save(tmp_path, replace(run, parameters=parameters))
+    run_folder.save(tmp_path, replace(run, parameters=parameters))
     assert Replay(dir=str(tmp_path)).main() == 1
 
 
 def test_a_record_that_is_not_whole_was_never_written(tmp_path: Path) -> None:
     path = tmp_path / "000000.log"
-    log = Log(tmp_path, 0)
+    log = LogSegment(tmp_path, 0)
     gradient = torch.arange(100.0)
-    log.append(Logged(TimerFired(1.0, 2), 3))
-    log.append(Kept(Handle(0, 0, 1, 2, 400), (5,)), [durable.raw(gradient[:30]), durable.raw(gradient[30:])])
+    log.append(LoggedEvent(TimerFired(1.0, 2), 3))
+    log.append(
+        HeldGradient(Handle(0, 0, 1, 2, 400), (5,)), [update_log.raw(gradient[:30]), update_log.raw(gradient[30:])]
+    )
     before = log.position
-    log.append(Kept(Handle(1, 0, 1, 2, 400), ()), [durable.raw(gradient)])
+    log.append(HeldGradient(Handle(1, 0, 1, 2, 400), ()), [update_log.raw(gradient)])
     log.close()
     whole = path.read_bytes()
-    entries = list(durable.read(tmp_path, 0))
-    assert [entry.said for entry in entries][:2] == [Logged(TimerFired(1.0, 2), 3), Kept(Handle(0, 0, 1, 2, 400), (5,))]
+    entries = list(LogReader(tmp_path, 0, 0))
+    assert [entry.said for entry in entries][:2] == [
+        LoggedEvent(TimerFired(1.0, 2), 3),
+        HeldGradient(Handle(0, 0, 1, 2, 400), (5,)),
+    ]
     assert torch.equal(torch.frombuffer(entries[1].gradient, dtype=torch.float32), gradient)
     assert [entry.end for entry in entries][1:] == [before, len(whole)]
     for length in range(before, len(whole)):
         path.write_bytes(whole[:length])
-        assert len(list(durable.read(tmp_path, 0))) == 2
+        assert len(list(LogReader(tmp_path, 0, 0))) == 2
     for damaged in (before + 1, before + 10, before + 30, len(whole) - 1):
         path.write_bytes(whole[:damaged] + bytes([whole[damaged] ^ 1]) + whole[damaged + 1 :])
-        assert len(list(durable.read(tmp_path, 0))) == 2
+        assert len(list(LogReader(tmp_path, 0, 0))) == 2
     path.write_bytes(whole[: before + 50])
-    log = Log(tmp_path, 0, before)
-    log.append(Logged(TimerFired(4.0, 5), 6))
+    log = LogSegment(tmp_path, 0, before, LogEnd(2, 3))
+    log.append(LoggedEvent(TimerFired(4.0, 5), 6))
     log.close()
-    assert [type(entry.said) for entry in durable.read(tmp_path, 0)] == [Logged, Kept, Logged]
+    assert [type(entry.said) for entry in LogReader(tmp_path, 0, 0)] == [LoggedEvent, HeldGradient, LoggedEvent]
 
 
 def test_what_a_segment_leaves_in_a_later_one_is_not_read(tmp_path: Path) -> None:
-    old = Log(tmp_path, 3)
+    old = LogSegment(tmp_path, 3)
     for number in range(5):
-        old.append(Logged(TimerFired(1.0, number), 3))
+        old.append(LoggedEvent(TimerFired(1.0, number), 3))
     old.close()
-    durable.log_path(tmp_path, 3).rename(tmp_path / durable.SPARE)
-    new = Log(tmp_path, 4)
-    new.append(Logged(TimerFired(1.0, 7), 3))
-    assert len(durable.log_path(tmp_path, 4).read_bytes()) > new.position
-    assert [entry.said for entry in durable.read(tmp_path, 4)] == [Logged(TimerFired(1.0, 7), 3)]
+    update_log.log_path(tmp_path, 3).rename(tmp_path / update_log.SPARE)
+    new = LogSegment(tmp_path, 4)
+    new.append(LoggedEvent(TimerFired(1.0, 7), 3))
+    assert len(update_log.log_path(tmp_path, 4).read_bytes()) > new.position
+    assert [entry.said for entry in LogReader(tmp_path, 4, 0)] == [LoggedEvent(TimerFired(1.0, 7), 3)]
     new.close()
-    assert len(durable.log_path(tmp_path, 4).read_bytes()) == new.position
+    assert len(update_log.log_path(tmp_path, 4).read_bytes()) == new.position
 
 
 def test_two_processes_never_write_one_log(tmp_path: Path) -> None:
-    holder = durable.hold(tmp_path)
+    holder = update_log.hold(tmp_path)
     with pytest.raises(PacelineError, match="another process writes the log"):
-        durable.hold(tmp_path)
+        update_log.hold(tmp_path)
     os.close(holder)
-    os.close(durable.hold(tmp_path))
+    os.close(update_log.hold(tmp_path))
+
+
+def test_a_snapshot_names_the_incarnation_as_older_versions_did() -> None:
+    layout, members = Layout((), "float32"), Members(1, 1)
+    parts = ("bsp", members, 0, layout, (), optimizers.parse("sgd:lr=0.1"), None, None, 0, (), 0)
+    written = update_log.encode(update_log.SnapshotMeta(0, 3, *parts))
+    assert msgspec.msgpack.decode(written)["life"] == 3
+    assert update_log.decode_meta(written).incarnation == 3
 
 
 def test_what_cannot_be_durable_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hop.* has no servers that could be durable"):
-        Keeping(tmp_path, durable=Durable()).check(policies.parse("hop"))
+        CheckpointOptions(tmp_path, durable=DurabilityOptions()).check(policies.parse("hop"))
     with pytest.raises(ConfigError, match="it was not run with --durable"):
         replay(tmp_path)
-    driver, _ = driver_of(partial(ones, 1), "bsp", tmp_path, Durable())
-    assert "of a durable run" in driver.reslicing.refusal(3)
+    driver, _ = driver_of(partial(ones, 1), "bsp", tmp_path, DurabilityOptions())
+    model = Model(policies.parse("bsp"), "", Layout((), "float32"), optimizers.parse("sgd:lr=0.1"), {})
+    driver.parts.state.configure(model)
+    assert "of a durable run" in driver.parts.resizing.limits.refusal(3)
+    driver.close()

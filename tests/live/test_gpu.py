@@ -1,4 +1,4 @@
-"""Models on a GPU. Skipped without one; `test_staging.py` has the same logic on a device that is late on purpose."""
+"""Models on a GPU; skipped without one. `test_data_path.py` has the same logic on a late device."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.runtime.live import memory
-from paceline.runtime.live.peer.slots import Shelf, Values
-from paceline.runtime.live.worker import cuda
-from paceline.runtime.live.worker.aborting import Aborting
-from paceline.runtime.live.worker.staging import Transfer
+from paceline.runtime.live.peer.parameter_slots import SlotPool
+from paceline.runtime.live.peer.peer_parameters import PeerParameters
+from paceline.runtime.live.storage import shared_memory
+from paceline.runtime.live.worker import cuda_copies
+from paceline.runtime.live.worker.stream_copies import StreamCopies
 from paceline.tensors.layout import layout_of
 
-from .test_aborting import ITERATION, Alone
+from .test_aborting import ITERATION, Alone, abortable
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
-def moved() -> Iterator[tuple[Transfer, torch.Tensor, list[torch.Tensor]]]:
+def moved() -> Iterator[tuple[StreamCopies, torch.Tensor, list[torch.Tensor]]]:
     """A model of some large tensors and a small one on the GPU, one on the CPU, and a registered segment."""
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.randn(4_000_000, device=device) for _ in range(4)]
     tensors += [torch.randn(3, 5, device=device).t(), torch.randn(7)]
     layout = layout_of((str(index), tensor, 0) for index, tensor in enumerate(tensors))
-    folder = memory.RunFolder()
-    segment = memory.create(folder.path / "segment", layout)
-    assert cuda.pin(segment, device) == ""
-    yield Transfer(tensors, layout.views(segment), layout.views(segment), cuda.lanes_for(tensors)), segment, tensors
+    folder = shared_memory.RunFolder()
+    segment = shared_memory.create(folder.path / "segment", layout)
+    assert cuda_copies.pin(segment, device) == ""
+    yield (
+        StreamCopies(tensors, layout.views(segment), layout.views(segment), cuda_copies.copy_streams_for(tensors)),
+        segment,
+        tensors,
+    )
     torch.cuda.synchronize()
-    cuda.unpin(segment)
+    cuda_copies.unpin(segment)
     folder.remove()
 
 
@@ -56,7 +60,7 @@ def busy() -> None:
 def test_a_segment_is_pinned_and_a_second_time_fails_without_harm(moved) -> None:
     _, segment, tensors = moved
     assert segment.is_pinned()
-    assert "already" in cuda.pin(segment, tensors[0].device)
+    assert "already" in cuda_copies.pin(segment, tensors[0].device)
     assert torch.isfinite(tensors[0] + 1).all()
     torch.cuda.synchronize()
 
@@ -146,27 +150,26 @@ def test_a_peer_on_the_gpu_keeps_its_tensors_and_sends_what_it_holds() -> None:
     """What is lent stays as it was while the model goes on; the model is where it was."""
     tensors = [torch.full((5,), 1.0, device="cuda"), torch.full((2, 3), 1.0, device="cuda")]
     layout = layout_of((str(index), tensor, 0) for index, tensor in enumerate(tensors))
-    folder = memory.RunFolder()
+    folder = shared_memory.RunFolder()
     try:
-        shelf = Shelf(folder.path, (0, 0), layout, 2)
-        shelf.members = {0: 0, 1: 0}
-        values = Values(tensors, shelf)
+        slot_pool = SlotPool(folder.path, (0, 0), layout, 2)
+        slot_pool.members = {0: 0, 1: 0}
+        values = PeerParameters(tensors, slot_pool)
         values.slot.values.fill_(2.0)
         values.load()
         assert [tensor.mean().item() for tensor in tensors] == [2.0, 2.0]
-        lent = values.name(1)
-        shelf.lend(lent, 1)
+        lent = values.publish(1)
+        slot_pool.lend(lent, 1)
         places = [tensor.data_ptr() for tensor in tensors]
         values.step(lambda: torch._foreach_add_(tensors, 1.0))
-        other = Shelf(folder.path, (1, 0), layout, 2)
-        theirs = other.slots[other.find_free(None)]
+        other = SlotPool(folder.path, (1, 0), layout, 2)
+        theirs = other.slots[other.claim()]
         theirs.values.fill_(5.0)
         values.average(0.5, [theirs], [0.5])
         assert [tensor.mean().item() for tensor in tensors] == [4.0, 4.0]
         assert flat(tensors).tolist() == values.fetch().tolist()
-        assert set(shelf.slots[lent].values.tolist()) == {2.0}, "a neighbour may still read it"
+        assert set(slot_pool.slots[lent].values.tolist()) == {2.0}, "a neighbour may still read it"
         assert [tensor.data_ptr() for tensor in tensors] == places
-        assert not values.moved(0)
     finally:
         folder.remove()
 
@@ -196,9 +199,9 @@ def test_a_pass_is_given_up_although_the_host_could_run_ahead(tmp_path: Path) ->
     torch.cuda.synchronize()
     usual_s = time.monotonic() - started
     live = Alone(tmp_path)
-    aborting = Aborting(live, list(net.parameters()), net)  # type: ignore[arg-type]
+    aborting = abortable(live, list(net.parameters()), net)
     torch.manual_seed(3)
-    timer = threading.Timer(usual_s / 3, lambda: aborting.bell.ring(ITERATION))
+    timer = threading.Timer(usual_s / 3, lambda: aborting.flag.set(ITERATION))
     timer.start()
     aborting.run(lambda: run(net), 0.0)
     timer.join()

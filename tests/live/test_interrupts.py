@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.runtime.live import process
-from paceline.runtime.live.driver import interrupts
-from paceline.runtime.live.driver.interrupts import Interrupts
-from tests.live.deeds import STEPS, training
+from paceline.runtime.live.driver import shutdown_signals
+from paceline.runtime.live.driver.shutdown_signals import ShutdownSignals
+from paceline.runtime.live.system import process_setup
+from tests.live.short_scripts import STEPS, training
 
 
 @pytest.fixture
-def caught() -> Iterator[Interrupts]:
+def caught() -> Iterator[ShutdownSignals]:
     """Requests to end this process, which are counted."""
-    made = Interrupts()
+    made = ShutdownSignals()
     made.catch()
     yield made
     made.restore()
@@ -33,24 +33,24 @@ def processes_of_the_run() -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_comes_twice_within_a_moment_is_one_request(caught: Interrupts, number: int, monkeypatch) -> None:
+def test_what_comes_twice_within_a_moment_is_one_request(caught: ShutdownSignals, number: int, monkeypatch) -> None:
     assert not caught
     signal.raise_signal(number)
     signal.raise_signal(number)
     assert caught.count == 1
-    monkeypatch.setattr(interrupts, "ONCE_S", 0.0)
+    monkeypatch.setattr(shutdown_signals, "ONCE_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
 
 
-def test_ctrl_c_twice_is_twice(caught: Interrupts) -> None:
+def test_ctrl_c_twice_is_twice(caught: ShutdownSignals) -> None:
     signal.raise_signal(signal.SIGINT)
     assert caught
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_while_a_run_is_cleared_away_nothing_is_heard_and_then_all_is_as_before(caught: Interrupts) -> None:
+def test_while_a_run_is_cleared_away_nothing_is_heard_and_then_all_is_as_before(caught: ShutdownSignals) -> None:
     caught.ignore()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.raise_signal(number)
@@ -63,8 +63,8 @@ def test_while_a_run_is_cleared_away_nothing_is_heard_and_then_all_is_as_before(
 @pytest.mark.parametrize("policy", ["bsp", "hop:graph=ring"])
 def test_servers_and_workers_leave_it_to_the_driver(policy: str, monkeypatch) -> None:
     """All are told but the driver, which ends nothing: so nothing ends."""
-    monkeypatch.setattr(process, "GRACE_S", 60.0)
-    monkeypatch.setattr(interrupts, "ONCE_S", 0.0)  # a fork that heard as the driver does would end
+    monkeypatch.setattr(process_setup, "GRACE_S", 60.0)
+    monkeypatch.setattr(shutdown_signals, "ONCE_S", 0.0)  # a fork that heard as the driver does would end
 
     def tell_all() -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -77,7 +77,7 @@ def test_servers_and_workers_leave_it_to_the_driver(policy: str, monkeypatch) ->
 
 
 def test_under_nohup_a_closed_terminal_is_nothing_to_anybody(capfd, monkeypatch) -> None:
-    monkeypatch.setattr(process, "GRACE_S", 0.0)
+    monkeypatch.setattr(process_setup, "GRACE_S", 0.0)
 
     def close_the_terminal() -> None:
         for one in (os.getppid(), *processes_of_the_run()):
@@ -95,7 +95,7 @@ def test_under_nohup_a_closed_terminal_is_nothing_to_anybody(capfd, monkeypatch)
 
 
 def test_a_worker_told_alone_ends_after_a_while(capfd, monkeypatch) -> None:
-    monkeypatch.setattr(process, "GRACE_S", 0.3)
+    monkeypatch.setattr(process_setup, "GRACE_S", 0.3)
 
     def be_told() -> None:
         began = time.monotonic()
@@ -110,7 +110,7 @@ def test_a_worker_told_alone_ends_after_a_while(capfd, monkeypatch) -> None:
 
 
 def test_what_a_script_starts_can_be_ended_as_ever(monkeypatch) -> None:
-    monkeypatch.setattr(process, "GRACE_S", 60.0)
+    monkeypatch.setattr(process_setup, "GRACE_S", 60.0)
 
     def start_and_end() -> None:
         fork = os.fork()

@@ -21,11 +21,11 @@ from paceline.core.events import GradientReady, PushArrived, ViewChanged
 from paceline.core.messages import Members
 from paceline.core.trace import Trace, replay
 from paceline.errors import RunFailed
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.function_workers import function_starter
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
 from paceline.tensors import optimizers
-from paceline.training import train
+from paceline.workload_training import train
 from tests.reference import largest_difference, train_alone
 
 POLICIES = ["bsp", "ssp:staleness=3", "backup:extra=1", "asp"]
@@ -77,23 +77,23 @@ def test_kill_9_in_the_middle_then_a_new_worker(policy: str) -> None:
     """3 workers, 2 servers: the others go on within 0.2 s, a new worker joins, the run ends."""
     iterations = 110
     work = partial(train, workloads.load("digits-mlp"), optimizers.parse("sgd:lr=0.1"), 32, iterations, 0)
-    plan = LivePlan(
+    plan = RunPlan(
         Members(3, 2),
         function_starter(work),
         policies.parse(policy),
         load("steady:compute_s=0.01"),
-        care=Care(timeout_s=60),
+        care=FaultPolicy(timeout_s=60),
     )
     driver = Driver(plan, say=lambda line: None)
     killed_at: list[float] = []
 
     def kill_and_join() -> None:
-        while len(driver.history) < 20:
+        while len(driver.parts.logged.history) < 20:
             time.sleep(0.001)
-        (victim,) = [child for child in driver.live_workers() if child.rank == 1]
-        killed_at.append(time.monotonic() - driver.epoch_s)
+        (victim,) = [child for child in driver.parts.workers.live() if child.rank == 1]
+        killed_at.append(time.monotonic() - driver.parts.state.epoch_s)
         victim.kill()
-        driver.striker.due.append(Fault("join", 1, at_s=killed_at[0] + 0.3))
+        driver.parts.worker_restarts.injector.due.append(Fault("join", 1, at_s=killed_at[0] + 0.3))
 
     killer = threading.Thread(target=kill_and_join)
     killer.start()

@@ -10,26 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import cli, rundir
+from paceline import cli, run_folder
 from paceline.core.events import ViewChanged
 from paceline.core.messages import Node, View
 from paceline.core.trace import Record
 from paceline.errors import PacelineError
-from paceline.runtime.live import memory
-from paceline.runtime.live.recording import HELD, TraceFile, tracing
-from paceline.runtime.live.worker.description import leave_buffers
+from paceline.runtime.live.storage import shared_memory
+from paceline.runtime.live.storage.trace_files import HELD, TraceFile, tracing
+from paceline.runtime.live.trainer.model_description import leave_buffers
 from paceline.tensors.layout import Entry, Layout
 
 LAYOUT = Layout((Entry("p", (1000,), 0),), "float32")
 
 
 def test_two_processes_see_the_same_values() -> None:
-    folder = memory.RunFolder()
-    values = memory.create(folder.path / "segment", LAYOUT)
+    folder = shared_memory.RunFolder()
+    values = shared_memory.create(folder.path / "segment", LAYOUT)
     values.zero_()
     pid = os.fork()
     if pid == 0:
-        memory.attach(folder.path / "segment", LAYOUT).fill_(7.0)
+        shared_memory.attach(folder.path / "segment", LAYOUT).fill_(7.0)
         os._exit(0)
     os.waitpid(pid, 0)
     assert torch.equal(values, torch.full((1000,), 7.0))
@@ -39,18 +39,18 @@ def test_two_processes_see_the_same_values() -> None:
 
 def test_a_killed_drivers_folder_is_removed_and_a_live_ones_is_not() -> None:
     hold = (
-        "import time; from paceline.runtime.live import memory;"
-        "folder = memory.RunFolder(); print(folder.path, flush=True); time.sleep(60)"
+        "import time; from paceline.runtime.live.storage import shared_memory;"
+        "folder = shared_memory.RunFolder(); print(folder.path, flush=True); time.sleep(60)"
     )
     driver = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     path = Path(driver.stdout.readline().strip())
-    assert path not in memory.remove_stale()
+    assert path not in shared_memory.remove_stale()
     assert path.exists()
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    assert path in memory.remove_stale()
+    assert path in shared_memory.remove_stale()
     assert not path.exists()
 
 
@@ -63,8 +63,8 @@ def test_starting_and_cleaning_at_the_same_time() -> None:
             code = 1
             try:
                 for _ in range(100):
-                    folder = memory.RunFolder()
-                    memory.remove_stale()
+                    folder = shared_memory.RunFolder()
+                    shared_memory.remove_stale()
                     assert (folder.path / "lock").exists()
                     folder.remove()
                 code = 0
@@ -75,19 +75,19 @@ def test_starting_and_cleaning_at_the_same_time() -> None:
 
 
 def test_no_room_is_one_clear_line() -> None:
-    folder = memory.RunFolder()
+    folder = shared_memory.RunFolder()
     huge = Layout((Entry("p", (1 << 46,), 0),), "float32")
     with pytest.raises(PacelineError, match=r"no room for .* MB of shared memory"):
-        memory.create(folder.path / "segment", huge)
+        shared_memory.create(folder.path / "segment", huge)
     assert not (folder.path / "segment").exists()
     folder.remove()
 
 
 def test_a_segment_of_the_wrong_size_is_refused() -> None:
-    folder = memory.RunFolder()
-    memory.create(folder.path / "segment", LAYOUT)
+    folder = shared_memory.RunFolder()
+    shared_memory.create(folder.path / "segment", LAYOUT)
     with pytest.raises(PacelineError, match="4000 bytes, the layout needs 8000"):
-        memory.attach(folder.path / "segment", Layout((Entry("p", (2000,), 0),), "float32"))
+        shared_memory.attach(folder.path / "segment", Layout((Entry("p", (2000,), 0),), "float32"))
     folder.remove()
 
 
@@ -95,7 +95,7 @@ def test_what_a_killed_process_had_kept_back_is_little(tmp_path: Path, monkeypat
     trace = TraceFile(tmp_path, Node("worker", 3), 0)
     record = Record(Node("worker", 3), 0, ViewChanged(0.0, View(1, ())), ())
     clock = iter((1000.0, 1000.0, 1000.01, 1000.02, 1001.0, 1001.0, 1001.0))
-    monkeypatch.setattr("paceline.runtime.live.recording.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("paceline.runtime.live.storage.trace_files.time.monotonic", lambda: next(clock))
     sizes = []
     for _ in range(4):
         trace.write(record)
@@ -145,14 +145,14 @@ def test_without_room_for_its_buffers_a_worker_leaves_all_the_same(tmp_path: Pat
 
 
 def test_a_run_that_goes_on_is_not_resumed(tmp_path: Path, capsys) -> None:
-    folder = memory.RunFolder()
-    rundir.write_config(tmp_path, {"script": "train.py", "arguments": []})
-    rundir.write_live(tmp_path, folder.path)
-    assert memory.is_in_use(folder.path)
+    folder = shared_memory.RunFolder()
+    run_folder.write_config(tmp_path, {"script": "train.py", "arguments": []})
+    run_folder.write_live(tmp_path, folder.path)
+    assert shared_memory.is_in_use(folder.path)
     assert cli.run(["resume", str(tmp_path)]) == 2
     assert "is going on: end it first, or wait for its end" in capsys.readouterr().err
     folder.remove()
-    assert not memory.is_in_use(folder.path)
+    assert not shared_memory.is_in_use(folder.path)
     assert cli.run(["resume", str(tmp_path)]) != 0
     assert "is going on" not in capsys.readouterr().err
 

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline import workloads
-from paceline.dealing import Dealer
 from paceline.errors import PacelineError
-from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.worker.overlap import Overlap
-from paceline.runtime.live.worker.staging import Transfer
-from tests.live.lanes import LateLane
+from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.worker.staged_gradient import StagedGradient
+from paceline.runtime.live.worker.stream_copies import StreamCopies
+from paceline.sample_order import SampleOrder
+from paceline.tensors.layout import layout_of
+from tests.live.late_copy_stream import LateCopyStream
 from tests.live.test_recovery import driver_of, last_iterations, meanwhile
 
 
@@ -110,10 +111,10 @@ def test_bsp_gives_the_same_bits_on_digits() -> None:
             module = workload.module(0)
             inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             opt = paceline.Optimizer(inner, model=module, overlap=overlap and world.rank != 1)
-            dealer = Dealer(len(workload.train[0]), world.size, 32, 0)
+            order = SampleOrder(len(workload.train[0]), world.size, 32, 0)
             inputs, labels = workload.train
             for step in range(30):
-                samples = torch.from_numpy(dealer.deal(world.rank, step))
+                samples = torch.from_numpy(order.of_worker(world.rank, step))
 
                 def closure(samples: torch.Tensor = samples) -> torch.Tensor:
                     opt.zero_grad()
@@ -134,11 +135,16 @@ def test_it_trains_under_every_policy(policy: str) -> None:
     assert all(torch.isfinite(value).all() for value in run.parameters.values())
 
 
-def staged(tensors: list[torch.Tensor]) -> tuple[Overlap, list[torch.Tensor], LateLane]:
-    views, lane = [torch.full_like(tensor, 7.0) for tensor in tensors], LateLane()
+def staged(tensors: list[torch.Tensor]) -> tuple[StagedGradient, list[torch.Tensor], LateCopyStream]:
+    views, copy_stream = [torch.full_like(tensor, 7.0) for tensor in tensors], LateCopyStream()
     with torch.no_grad():
-        transfer = Transfer(tensors, views, [tensor.clone() for tensor in tensors], {torch.device("cpu"): lane})
-    return Overlap(tensors, ["a", "b"], transfer), views, lane
+        copies = StreamCopies(
+            tensors, views, [tensor.clone() for tensor in tensors], {torch.device("cpu"): copy_stream}
+        )
+    layout = layout_of([("a", tensors[0], 0), ("b", tensors[1], 0)])
+    overlap = StagedGradient(layout, tensors, copies, early=[])
+    overlap.begin()
+    return overlap, views, copy_stream
 
 
 def two() -> list[torch.Tensor]:
@@ -147,15 +153,15 @@ def two() -> list[torch.Tensor]:
 
 def test_gradients_are_on_their_way_before_backward_is_over() -> None:
     a, b = two()
-    overlap, views, lane = staged([a, b])
+    overlap, views, copy_stream = staged([a, b])
     waiting: list[int] = []
     hidden = a.sum()
-    hidden.register_hook(lambda gradient: waiting.append(len(lane.queue)))
+    hidden.register_hook(lambda gradient: waiting.append(len(copy_stream.queue)))
     (hidden * b).sum().backward()
     assert waiting == [1], "b is, a has no gradient yet"
-    assert len(lane.queue) == 2
+    assert len(copy_stream.queue) == 2
     assert views[1].tolist() == [7.0, 7.0], "nobody has waited for it"
-    assert overlap.commit([a.grad, b.grad])
+    assert overlap.write([a.grad, b.grad])
     assert torch.equal(views[0], a.grad)
     assert torch.equal(views[1], b.grad)
 
@@ -170,7 +176,7 @@ def test_a_second_gradient_before_the_step_is_refused_where_it_happens() -> None
     assert "\n" not in str(caught.value)
     overlap.forget()
     a.sum().backward()
-    assert overlap.commit([a.grad, b.grad])
+    assert overlap.write([a.grad, b.grad])
 
 
 def clip_norm(a: torch.Tensor) -> None:
@@ -199,7 +205,7 @@ def test_a_gradient_changed_after_backward_is_refused(change) -> None:
     (a.sum() + b.sum()).backward()
     change(a)
     with pytest.raises(PacelineError, match=r"the gradient of a was changed after backward \(clipping\?\)"):
-        overlap.commit([a.grad, b.grad])
+        overlap.write([a.grad, b.grad])
 
 
 def test_what_torch_steps_with_is_what_is_pushed() -> None:
@@ -207,26 +213,26 @@ def test_what_torch_steps_with_is_what_is_pushed() -> None:
     a, b = two()
     overlap, views, _ = staged([a, b])
     (a.sum() + b.sum()).backward()
-    assert overlap.commit([a.grad, b.grad])
+    assert overlap.write([a.grad, b.grad])
     (2 * a).sum().backward()  # on top of the last
     b.grad = torch.tensor([5.0, 6.0])
-    assert overlap.commit([a.grad, b.grad])
+    assert overlap.write([a.grad, b.grad])
     assert views[0].tolist() == [3.0, 3.0, 3.0]
     assert views[1].tolist() == [5.0, 6.0]
     a.grad = b.grad = None
     (a.sum() * float("nan") + b.sum()).backward()
     a.grad = None
-    assert overlap.commit([None, b.grad])
+    assert overlap.write([None, b.grad])
     assert views[0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_forked_childs_backward_is_not_staged() -> None:
     a, b = two()
-    overlap, _, lane = staged([a, b])
+    overlap, _, copy_stream = staged([a, b])
     pid = os.fork()
     if pid == 0:
         a.sum().backward()
-        os._exit(len(lane.queue))
+        os._exit(len(copy_stream.queue))
     assert os.waitpid(pid, 0)[1] == 0
     assert overlap.staged == {}
 
@@ -280,7 +286,7 @@ def has_a_sparse_gradient() -> None:
         (clips, "was changed after backward (clipping?): overlap=True has sent it by then: leave overlap out"),
         (scales, "a GradScaler changes gradients after backward: overlap=True has sent them by then"),
         (unscales, "a GradScaler changes gradients after backward: overlap=True has sent them by then"),
-        (has_a_sparse_gradient, "has a sparse gradient: only dense ones can be sent"),
+        (has_a_sparse_gradient, "has a sparse gradient: only dense ones can be used"),
     ],
 )
 def test_refused_with_one_line(work, said: str, capfd) -> None:
@@ -396,12 +402,12 @@ def test_a_killed_server_comes_back_and_reads_what_was_staged(tmp_path: Path) ->
             opt.step()
             paceline.log(loss=0.0)
 
-    driver, said = driver_of(work, "bsp", keeping=Keeping(tmp_path, every_updates=20))
+    driver, said = driver_of(work, "bsp", checkpointing=CheckpointOptions(tmp_path, every_updates=20))
 
     def kill() -> None:
-        while driver.keeper is None or driver.keeper.last is None:
+        while driver.parts.checkpointer is None or driver.parts.checkpointer.last is None:
             time.sleep(0.001)
-        next(c for c in driver.children.values() if c.role == "server" and c.rank == 1).kill()
+        next(c for c in driver.parts.children.values() if c.role == "server" and c.rank == 1).kill()
 
     run = meanwhile(driver, kill)
     assert any("server 1 was killed by SIGKILL; restarting it from" in line for line in said), said

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import policies, rundir, workloads
+from paceline import policies, run_folder, workloads
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.cluster import Fault, load
 from paceline.core.actions import Apply
@@ -25,16 +25,16 @@ from paceline.core.events import GradientRejected, ViewChanged
 from paceline.core.messages import Members
 from paceline.core.topology import neighbours
 from paceline.errors import ConfigError, RunFailed
+from paceline.function_workers import function_starter
 from paceline.report.peers import apartness
 from paceline.run import Run
-from paceline.runtime.live import checkpoint
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.storage import checkpoint
 from paceline.session import world
 from paceline.tensors import optimizers
-from paceline.training import train
+from paceline.workload_training import train
 from tests.reference import largest_difference, train_alone
 
 BACKUP = "hop:graph=ring-based,backup=1,max_gap=4"
@@ -46,8 +46,8 @@ def job(policy: str, peers: int = 4, cluster="steady:compute_s=0.005", iteration
 
 def driver_of(work: Callable[[], None], policy: str, peers: int, **more) -> tuple[Driver, list[str]]:
     said: list[str] = []
-    given = {"cluster": load("steady:compute_s=0.005"), "care": Care(timeout_s=60), **more}
-    plan = LivePlan(Members(peers, 0), function_starter(work), policies.parse(policy), **given)
+    given = {"cluster": load("steady:compute_s=0.005"), "care": FaultPolicy(timeout_s=60), **more}
+    plan = RunPlan(Members(peers, 0), function_starter(work), policies.parse(policy), **given)
     return Driver(plan, say=said.append), said
 
 
@@ -106,7 +106,7 @@ def test_a_script_may_give_peers_unequal_numbers_of_iterations(policy: str) -> N
         for _ in range(5 + 10 * rank):
             step(opt, model, torch.ones(2, 4))
 
-    driver, _ = driver_of(work, policy, 4, care=Care(timeout_s=30, hang_timeout_s=5))
+    driver, _ = driver_of(work, policy, 4, care=FaultPolicy(timeout_s=30, hang_timeout_s=5))
     run = driver.run()
     assert run.failures == []
     assert run.evaluated.endswith("the average of 4 peers")
@@ -122,7 +122,7 @@ def test_who_is_done_goes_when_those_at_work_are_killed_and_is_not_given_up() ->
         if rank == 2:
             time.sleep(60)
 
-    driver, said = driver_of(work, "hop:graph=ring", 3, care=Care(timeout_s=30, hang_timeout_s=1.5))
+    driver, said = driver_of(work, "hop:graph=ring", 3, care=FaultPolicy(timeout_s=30, hang_timeout_s=1.5))
     run = driver.run()
     assert [line for line in said if "given up" in line] == [line for line in said if line.startswith("worker 2 has")]
     assert run.evaluated.endswith("the average of 2 peers")
@@ -193,7 +193,7 @@ def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:
             step(opt, model, torch.ones(4, 50))
         live = world().live
         assert live is not None
-        paceline.log(loss=len(list(live.folder.glob(f"slot-{live.rank}.*"))), accuracy=live.rank)
+        paceline.log(loss=len(list(live.run.folder.glob(f"slot-{live.run.rank}.*"))), accuracy=live.run.rank)
 
     run = paceline.launch(work, workers=6, policy=policy, cluster="one-slow:factor=8,compute_s=0.005")
     parsed = policies.parse(policy)
@@ -209,18 +209,18 @@ def test_memory_of_a_peer_stays_within_the_bound_when_one_is_slow() -> None:
 def test_kill_9_again_and_again_stops_nobody() -> None:
     """Peers, peer 0 too, are killed at random moments and started again; the last with parameters is spared."""
     kills = 6
-    driver, _ = driver_of(digits(10_000), BACKUP, 5, care=Care(restarts=kills, timeout_s=60))
+    driver, _ = driver_of(digits(10_000), BACKUP, 5, care=FaultPolicy(restarts=kills, timeout_s=60))
     chance = random.Random(3)
 
     def kill() -> None:
         for _ in range(kills):
             time.sleep(chance.uniform(0.02, 0.25))
-            while not driver.begun or len(driver.peers.holding) < 3:
+            while not driver.parts.state.begun or len(driver.parts.peers.holding) < 3:
                 time.sleep(0.005)
-            chance.choice(driver.live_workers()).kill()
-        while driver.restarting.due or len(driver.peers.holding) < 5:
+            chance.choice(driver.parts.workers.live()).kill()
+        while driver.parts.worker_restarts.due or len(driver.parts.peers.holding) < 5:
             time.sleep(0.005)
-        driver.interrupts.count = 1
+        driver.parts.interrupts.count = 1
 
     run = meanwhile(driver, kill)
     assert run.failures == []
@@ -233,10 +233,10 @@ def test_neighbours_know_of_a_death_at_once_and_go_on() -> None:
     killed: list[float] = []
 
     def kill() -> None:
-        while len(driver.history) < 10:
+        while len(driver.parts.logged.history) < 10:
             time.sleep(0.001)
-        (victim,) = [child for child in driver.live_workers() if child.rank == 2]
-        killed.append(time.monotonic() - driver.epoch_s)
+        (victim,) = [child for child in driver.parts.workers.live() if child.rank == 2]
+        killed.append(time.monotonic() - driver.parts.state.epoch_s)
         victim.kill()
 
     run = meanwhile(driver, kill)
@@ -248,12 +248,12 @@ def test_neighbours_know_of_a_death_at_once_and_go_on() -> None:
 
 
 def test_if_all_who_had_parameters_are_killed_the_run_says_so() -> None:
-    driver, _ = driver_of(digits(10_000), "hop:graph=ring", 2, care=Care(restarts=2, timeout_s=60))
+    driver, _ = driver_of(digits(10_000), "hop:graph=ring", 2, care=FaultPolicy(restarts=2, timeout_s=60))
 
     def kill() -> None:
-        while len(driver.history) < 5:
+        while len(driver.parts.logged.history) < 5:
             time.sleep(0.001)
-        for child in driver.live_workers():
+        for child in driver.parts.workers.live():
             child.kill()
 
     with pytest.raises(RunFailed, match="every peer that had parameters was killed"):
@@ -284,9 +284,9 @@ def test_the_model_is_the_average_and_buffers_too(tmp_path: Path) -> None:
     run = paceline.launch(seeded, workers=3, policy="hop:graph=complete")
     assert torch.allclose(run.parameters["0.weight"], start + 1.0), "the mean of 0, 1 and 2"
     assert run.consensus == [(run.time_s, pytest.approx((2.0 + 0.0 + 2.0) / 3))], "how far they are from it"
-    rundir.write_config(tmp_path, {})
-    rundir.save(tmp_path, run)
-    assert rundir.load(tmp_path).consensus == run.consensus
+    run_folder.write_config(tmp_path, {})
+    run_folder.save(tmp_path, run)
+    assert run_folder.load(tmp_path).consensus == run.consensus
     view = run.view().peers
     assert view is not None
     assert view.consensus[-1]["distance"] == pytest.approx(4 / 3)
@@ -333,11 +333,11 @@ def test_a_script_that_raises_ends_alone() -> None:
 
 def test_schedulers_change_the_rate_and_who_joins_takes_it_over() -> None:
     def work() -> None:
-        live = paceline.init().live
+        run = paceline.init().run
         model = nn.Linear(4, 1)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         opt = paceline.Optimizer(inner, model=model)
-        joined = live is not None and live.incarnation > 0
+        joined = run is not None and run.incarnation > 0
         if joined:
             paceline.log(loss=opt.param_groups[0]["lr"])
         scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda number: 0.5 if not joined else 1.0)
@@ -352,7 +352,8 @@ def test_schedulers_change_the_rate_and_who_joins_takes_it_over() -> None:
     assert [point.loss for point in run.history] == [0.5]
 
 
-def test_a_checkpoint_at_the_end_and_a_run_that_goes_on_from_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["hop:graph=complete", "adpsgd:graph=complete"])
+def test_a_checkpoint_at_the_end_and_a_run_that_goes_on_from_it(policy: str, tmp_path: Path) -> None:
     def work(until: int) -> None:
         model = nn.Linear(3, 1, bias=False)
         nn.init.zeros_(model.weight)
@@ -362,23 +363,24 @@ def test_a_checkpoint_at_the_end_and_a_run_that_goes_on_from_it(tmp_path: Path) 
             opt.step()
 
     def run(until: int, resume: bool) -> Run:
-        keeping = Keeping(tmp_path, resume=resume)
-        return driver_of(partial(work, until), "hop:graph=complete", 2, keeping=keeping)[0].run()
+        checkpointing = CheckpointOptions(tmp_path, resume=resume)
+        return driver_of(partial(work, until), policy, 2, checkpointing=checkpointing)[0].run()
 
     first = run(2, resume=False)
     assert first.parameters["weight"].tolist() == [[2.5] * 3]  # 1, then 1 + 0.5
     path, manifest = checkpoint.latest(tmp_path / checkpoint.FOLDER)
     assert [shard.iteration for shard in manifest.shards] == [2]
-    assert path.name == "000001"
+    assert path.name == "000000"
     again = run(3, resume=True)
     assert again.parameters["weight"].tolist() == [[4.25] * 3], "momentum went on, and one iteration was left to do"
 
 
-def test_ctrl_c_ends_the_run_with_what_there_is() -> None:
-    driver, said = driver_of(digits(10_000), BACKUP, 4)
+@pytest.mark.parametrize("policy", [BACKUP, "adpsgd:graph=complete"])
+def test_ctrl_c_ends_the_run_with_what_there_is(policy: str) -> None:
+    driver, said = driver_of(digits(10_000), policy, 4)
 
     def interrupt() -> None:
-        while len(driver.history) < 10:
+        while len(driver.parts.logged.history) < 10:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 

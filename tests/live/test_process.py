@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.runtime.live.process import give_way, others_run
+from paceline.runtime.live.driver import children
+from paceline.runtime.live.system.process_setup import give_way, others_run
 
 
 def after(asking: Callable[[], object]) -> int:
@@ -65,3 +66,15 @@ def test_somebody_who_computes_is_seen() -> None:
 def test_what_the_kernel_says_is_read(told: str, others: bool, monkeypatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self: told)
     assert others_run() is others
+
+
+def test_a_worker_whose_driver_is_gone_imports_nothing(tmp_path: Path, monkeypatch) -> None:
+    """Importing takes seconds, and so long a worker would outlive its driver."""
+    imported = tmp_path / "imported"
+    (tmp_path / "paceline").mkdir()
+    (tmp_path / "paceline" / "__init__.py").write_text(f"open({str(imported)!r}, 'w')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # the number it is given as its driver's
+    worker = children.script_starter("script.py", [], 1)(0, 0, tmp_path)
+    assert worker.reap() == 1
+    assert not imported.exists()

@@ -17,10 +17,10 @@ from paceline.cluster import Fault, load
 from paceline.core.events import GradientReady
 from paceline.core.messages import Members
 from paceline.errors import ConfigError, RunFailed
+from paceline.function_workers import function_starter
 from paceline.policies import BSP
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
 
 
 def model_and_optimizer(**more) -> tuple[nn.Module, paceline.Optimizer]:
@@ -195,7 +195,7 @@ def test_a_wrong_policy_in_the_script_is_a_configuration_error(capfd) -> None:
 
 
 def test_a_policy_under_the_name_of_another_is_refused_before_anything_starts() -> None:
-    """Servers would make the other one. Under its own name it works (tests/front/test_own_policy.py)."""
+    """Servers would make the other one. Under its own name it works (tests/front/test_user_policy.py)."""
 
     class Mine(BSP):
         """Has BSP's name."""
@@ -220,17 +220,17 @@ def test_a_worker_that_joins_while_the_run_ends_is_told_so() -> None:
             if paceline.init().rank == 0 and count == 50:
                 paceline.log(loss=0.0)
 
-    plan = LivePlan(
-        Members(2, 1), function_starter(work), BSP(), load("steady:compute_s=0.01"), care=Care(timeout_s=30)
+    plan = RunPlan(
+        Members(2, 1), function_starter(work), BSP(), load("steady:compute_s=0.01"), care=FaultPolicy(timeout_s=30)
     )
     driver = Driver(plan, say=lambda line: None)
 
     def stop_and_join() -> None:
-        while not driver.history:
+        while not driver.parts.logged.history:
             time.sleep(0.001)
-        driver.striker.due.append(Fault("join", 2, at_s=0.0))
+        driver.parts.worker_restarts.injector.due.append(Fault("join", 2, at_s=0.0))
         time.sleep(0.3)
-        driver.interrupts.count = 1
+        driver.parts.interrupts.count = 1
 
     thread = threading.Thread(target=stop_and_join)
     thread.start()

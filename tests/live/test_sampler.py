@@ -19,13 +19,13 @@ import paceline
 from paceline import policies
 from paceline.cluster import Fault, load
 from paceline.core.messages import Members
-from paceline.dealing import permutation
+from paceline.function_workers import function_starter
 from paceline.run import Run
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.dealing_out import Table
-from paceline.runtime.live.driver.keeping import Keeping
-from paceline.runtime.live.driver.launch import Driver, LivePlan
-from paceline.runtime.live.driver.watching import Care
+from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.driver.driver import Driver, RunPlan
+from paceline.runtime.live.driver.health import FaultPolicy
+from paceline.runtime.live.driver.sample_dispatchers import SamplerDispatch
+from paceline.sample_order import permutation
 from paceline.testing.samples import RecordedSampler, counted, lost
 
 SIZE, BATCH = 240, 8
@@ -69,19 +69,19 @@ class Loop:
 
 
 def driver_of(work: Callable[[], object], policy: str = "bsp", **more) -> Driver:
-    given = {"cluster": load("steady:compute_s=0.002"), "care": Care(timeout_s=60), **more}
+    given = {"cluster": load("steady:compute_s=0.002"), "care": FaultPolicy(timeout_s=60), **more}
     members = given.pop("members", Members(3, 2))
-    plan = LivePlan(members, function_starter(work), policies.parse(policy), **given)
+    plan = RunPlan(members, function_starter(work), policies.parse(policy), **given)
     return Driver(plan, say=lambda line: None)
 
 
-def table_of(driver: Driver) -> Table:
-    (table,) = driver.decks.tables.values()
-    return table
+def dispatch_of(driver: Driver) -> SamplerDispatch:
+    (dispatch,) = driver.parts.sample_dispatchers.dispatches.values()
+    return dispatch
 
 
 def finished(driver: Driver) -> int:
-    return sum(len(table.finished()) for table in list(driver.decks.tables.values()))
+    return sum(len(dispatch.finished()) for dispatch in list(driver.parts.sample_dispatchers.dispatches.values()))
 
 
 def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
@@ -93,7 +93,7 @@ def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
             deed()
         except BaseException as error:
             errors.append(error)
-        driver.interrupts.count = 1
+        driver.parts.interrupts.count = 1
 
     thread = threading.Thread(target=do)
     thread.start()
@@ -138,25 +138,25 @@ def test_while_nobody_comes_or_goes_the_samples_are_strided(tmp_path: Path) -> N
         expected = [sample for epoch in range(3) for sample in permutation(size, 0, epoch)[rank::3].tolist()]
         assert torch.load(tmp_path / f"order-{rank}").tolist() == expected
     assert once(tmp_path, size) == {0, 1, 2}
-    assert set(table_of(driver).finished()) == {0, 1, 2}, "the last words of all are heard"
+    assert set(dispatch_of(driver).finished()) == {0, 1, 2}, "the last words of all are heard"
 
 
 @pytest.mark.parametrize("policy", ["bsp", "ssp:staleness=2", "backup:extra=1", "asp"])
 def test_workers_are_killed_and_no_sample_is_lost(policy: str, tmp_path: Path) -> None:
-    driver = driver_of(lambda: Loop(tmp_path).epochs(ON_AND_ON), policy, care=Care(restarts=2, timeout_s=60))
+    driver = driver_of(lambda: Loop(tmp_path).epochs(ON_AND_ON), policy, care=FaultPolicy(restarts=2, timeout_s=60))
     chance = random.Random(policy)
 
     def kill() -> None:
         for victim in (1, 2):
-            target = len(driver.history) + chance.randint(5, 30)
-            wait_until(lambda target=target: len(driver.history) > target)
-            next(child for child in driver.live_workers() if child.rank == victim).kill()
-        wait_until(lambda: len(driver.authority.members) == 3)
-        now = table_of(driver).deck.unopened
-        wait_until(lambda: set(table_of(driver).finished()) >= set(range(now + 1)))
+            target = len(driver.parts.logged.history) + chance.randint(5, 30)
+            wait_until(lambda target=target: len(driver.parts.logged.history) > target)
+            next(child for child in driver.parts.workers.live() if child.rank == victim).kill()
+        wait_until(lambda: len(driver.parts.roster.members) == 3)
+        now = dispatch_of(driver).machine.unopened
+        wait_until(lambda: set(dispatch_of(driver).finished()) >= set(range(now + 1)))
 
     meanwhile(driver, kill)
-    assert lost(tmp_path, table_of(driver)) == {}
+    assert lost(tmp_path, dispatch_of(driver)) == {}
 
 
 def test_samples_of_dropped_gradients_are_dealt_again(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_samples_of_dropped_gradients_are_dealt_again(tmp_path: Path) -> None:
     driver = driver_of(lambda: Loop(tmp_path).epochs(ON_AND_ON), "backup:extra=1", cluster=slow)
     run = meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 3))
     assert run.metrics.dropped > 0
-    assert once(tmp_path) >= set(table_of(driver).finished()), "nobody was lost: each of them counted once"
+    assert once(tmp_path) >= set(dispatch_of(driver).finished()), "nobody was lost: each of them counted once"
 
 
 def test_skipped_steps_and_gradients_that_are_not_finite_do_not_come_again(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_skipped_steps_and_gradients_that_are_not_finite_do_not_come_again(tmp_p
 
     driver = driver_of(work)
     assert driver.run().failures == []
-    assert set(table_of(driver).finished()) >= {0, 1, 2}
+    assert set(dispatch_of(driver).finished()) >= {0, 1, 2}
 
 
 def test_whoever_joins_gets_its_share_of_the_current_epoch(tmp_path: Path) -> None:
@@ -190,13 +190,13 @@ def test_whoever_joins_gets_its_share_of_the_current_epoch(tmp_path: Path) -> No
 
     def join() -> None:
         wait_until(lambda: finished(driver) >= 2)
-        driver.striker.due.append(Fault("join", 2, at_s=0.0))
-        wait_until(lambda: len(driver.authority.members) == 3)
-        now = table_of(driver).deck.unopened
-        wait_until(lambda: set(table_of(driver).finished()) >= set(range(now + 2)))
+        driver.parts.worker_restarts.injector.due.append(Fault("join", 2, at_s=0.0))
+        wait_until(lambda: len(driver.parts.roster.members) == 3)
+        now = dispatch_of(driver).machine.unopened
+        wait_until(lambda: set(dispatch_of(driver).finished()) >= set(range(now + 2)))
 
     meanwhile(driver, join)
-    assert once(tmp_path, 960) >= set(table_of(driver).finished())
+    assert once(tmp_path, 960) >= set(dispatch_of(driver).finished())
     joined = counted(tmp_path, "2.0")
     assert min(joined) >= 1, "not from the beginning"
     whole = [samples.total() for epoch, samples in joined.items() if min(joined) < epoch < max(joined)]
@@ -217,7 +217,7 @@ def test_who_ends_in_the_middle_of_an_epoch_leaves_the_rest_to_the_others(tmp_pa
     assert driver.run().failures == []
     assert counted(tmp_path, "1.0")[0].total() == 3 * BATCH
     assert once(tmp_path) >= {0, 1}
-    assert set(table_of(driver).finished()) >= {0, 1}
+    assert set(dispatch_of(driver).finished()) >= {0, 1}
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -236,7 +236,7 @@ def test_a_loop_that_is_left_goes_on_where_it_was(drop_last: bool, tmp_path: Pat
     driver = driver_of(work)
     assert driver.run().failures == []
     assert once(tmp_path) >= {0, 1, 2}
-    assert set(table_of(driver).finished()) >= {0, 1, 2}
+    assert set(dispatch_of(driver).finished()) >= {0, 1, 2}
 
 
 @pytest.mark.parametrize(("policy", "per_step"), [("bsp", 2 * BATCH), ("bsp", None), ("backup:extra=1", None)])
@@ -256,7 +256,7 @@ def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, per_step: i
     driver = driver_of(work, policy, cluster=slow, members=Members(2, 1))
     run = meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 3))
     assert (run.metrics.dropped > 0) == (policy != "bsp")
-    assert once(tmp_path) >= set(table_of(driver).finished())
+    assert once(tmp_path) >= set(dispatch_of(driver).finished())
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ def test_a_pass_that_is_given_up_has_not_used_what_it_drew(workers: int, per_ste
     run = driver.run()
     assert run.failures == []
     assert sum(point.loss for point in run.history) > 5, "passes were given up"
-    table = table_of(driver)
-    assert table.finished()
-    assert lost(tmp_path, table) == {}
+    dispatch = dispatch_of(driver)
+    assert dispatch.finished()
+    assert lost(tmp_path, dispatch) == {}
 
 
 def test_a_resumed_run_goes_on_with_its_epoch(tmp_path: Path) -> None:
@@ -312,15 +312,15 @@ def test_a_resumed_run_goes_on_with_its_epoch(tmp_path: Path) -> None:
                     break
 
     goal = 25  # 10 steps an epoch: in the third
-    driver = driver_of(work, keeping=Keeping(tmp_path))
+    driver = driver_of(work, checkpointing=CheckpointOptions(tmp_path))
     driver.run()
-    assert table_of(driver).finished() == [0, 1]
+    assert dispatch_of(driver).finished() == [0, 1]
     for path in tmp_path.glob("*.counted"):
         path.unlink()
     goal = 50
-    driver = driver_of(work, keeping=Keeping(tmp_path, resume=True))
+    driver = driver_of(work, checkpointing=CheckpointOptions(tmp_path, resume=True))
     driver.run()
-    assert table_of(driver).finished() == [2, 3]
+    assert dispatch_of(driver).finished() == [2, 3]
     assert once(tmp_path) == {2, 3}
 
 
@@ -414,7 +414,9 @@ def test_several_samplers_have_decks_of_their_own() -> None:
 
     driver = driver_of(work, members=Members(2, 1))
     assert driver.run().failures == []
-    assert sorted((table.size, tuple(table.finished())) for table in driver.decks.tables.values()) == [
+    assert sorted(
+        (dispatch.size, tuple(dispatch.finished())) for dispatch in driver.parts.sample_dispatchers.dispatches.values()
+    ) == [
         (30, (0, 1)),
         (50, (0, 1)),
     ]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline import rundir
+from paceline import run_folder
 from paceline.api import Job, simulate_job, train_job_live
 from paceline.cluster import Fault, Link, load
 from paceline.core.events import PushArrived
@@ -43,11 +43,11 @@ def test_bsp_live_is_bsp_in_virtual_time(workload: str, optimizer: str | None) -
 
 def test_the_average_is_saved_beside_the_model(tmp_path) -> None:
     run = train_job_live(job("quadratic", "sgd:lr=0.05,ema=0.5", iterations=3))
-    rundir.write_config(tmp_path, {})
-    rundir.save(tmp_path, run)
+    run_folder.write_config(tmp_path, {})
+    run_folder.save(tmp_path, run)
     assert torch.equal(load_file(tmp_path / "average.safetensors")["weight"], run.average["weight"])
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], run.parameters["weight"])
-    assert torch.equal(rundir.load(tmp_path).average["weight"], run.average["weight"])
+    assert torch.equal(run_folder.load(tmp_path).average["weight"], run.average["weight"])
 
 
 @pytest.mark.parametrize("when", [{"at_iteration": 5}, {"at_s": 0.3}])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runtime.live import sockets
-from paceline.runtime.live.sockets import Link, Listener, Waiter
+from paceline.runtime.live.messaging import unix_sockets
+from paceline.runtime.live.messaging.unix_sockets import Link, Listener, Waiter
 
 
 class Ear:
@@ -101,14 +101,14 @@ def test_a_length_beyond_all_reason_ends_the_connection(ear: Ear) -> None:
     with call(ear) as raw:
         raw.sendall(b"\x02\x00\x00\x00me\x01\x00\x00\x00x")
         assert ear.hear(1) == [(b"me", b"x")]
-        raw.sendall((sockets.LARGEST + 1).to_bytes(4, "little"))
+        raw.sendall((unix_sockets.LARGEST + 1).to_bytes(4, "little"))
         ear.waiter.wait(5.0)
         assert ear.listener.streams == {}
         assert raw.recv(1) == b""
 
 
 def test_a_peer_that_does_not_read_is_cut_off(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(unix_sockets, "PATIENCE_S", 0.05)
     link = Link(ear.path, b"me")
     link.send(b"hello")
     ear.hear(1)

@@ -13,11 +13,11 @@ from paceline.report import html as page
 from paceline.report.charts import axis
 from paceline.report.histograms import bar_width, gathered
 from paceline.report.html import RunView, render, write
-from paceline.report.lanes import Span
 from paceline.report.markup import count, seconds, share
 from paceline.report.metrics import measure, spans
+from paceline.report.report_model import run_labels, speed_up, target_of, verdict
 from paceline.report.timeline import MOST_BARS, condense, shown
-from paceline.report.view import labels, speed_up, target_of, verdict
+from paceline.report.worker_spans import Span
 
 VOID = {"meta", "wbr"}
 TARGET = {"target": "accuracy=0.9", "workload": "digits", "workers": 2, "servers": 1, "seed": 3}
@@ -212,22 +212,22 @@ def test_verdict_without_a_target():
 def test_live_and_virtual_seconds_are_not_compared():
     runs = [view("bsp", 10.0), view("bsp", 3.0, runtime="live")]
     runs += [view("asp", 5.0), view("asp", 2.0, runtime="live")]
-    assert labels(runs) == ["bsp (virtual)", "bsp (live)", "asp (virtual)", "asp (live)"]
+    assert run_labels(runs) == ["bsp (virtual)", "bsp (live)", "asp (virtual)", "asp (live)"]
     assert [speed_up(index, runs, target_of(TARGET)) for index in range(4)] == [1.0, 1.0, 2.0, 1.5]
     said = verdict(runs, target_of(TARGET))
     assert "asp (virtual) reached accuracy=0.9 in 5.00 s, 2.0× sooner than bsp (virtual)." in said
     assert "asp (live) reached accuracy=0.9 in 2.00 s, 1.5× sooner than bsp (live)." in said
 
 
-def test_without_a_target_times_are_compared_over_equal_iterations():
-    runs = [view("bsp", iterations=100, time_s=9.0), view("asp", iterations=100, time_s=6.0)]
-    runs.append(view("backup", iterations=80, time_s=3.0))
+def test_without_a_target_times_are_compared_over_equal_work():
+    runs = [view("bsp", gradients=100, time_s=9.0), view("asp", gradients=100, time_s=6.0)]
+    runs.append(view("backup", gradients=80, time_s=3.0))
     assert [speed_up(index, runs, None) for index in range(3)] == [1.0, 1.5, None]
     assert "1.50×" in Page(render(runs, {})).text
 
 
 def test_labels_of_equal_policies_differ():
-    assert labels([view("bsp"), view("asp"), view("bsp")]) == ["bsp #1", "asp", "bsp #2"]
+    assert run_labels([view("bsp"), view("asp"), view("bsp")]) == ["bsp #1", "asp", "bsp #2"]
 
 
 def test_many_workers_and_iterations_are_cut_and_the_page_says_so():

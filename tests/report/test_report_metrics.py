@@ -56,7 +56,7 @@ def test_latency_is_push_or_pull_and_a_run_may_end_while_a_worker_waits(simulate
     ]
     assert lane(trace, 1, time_s=7.0)[-1] == ("compute", 5.0, 7.0, 1, -1)
     metrics = measure(trace, time_s=7.0)
-    assert metrics.iterations == 1.5
+    assert (metrics.gradients, metrics.iterations) == (3, 2)
     assert metrics.updates == 1
     assert metrics.time_s == 7.0
     assert metrics.wait_share == pytest.approx(2.5 / 14)

@@ -10,14 +10,14 @@ import pytest
 
 from paceline import simulate
 from paceline.commands.live_table import LiveTable
-from paceline.commands.screen import show_table, size_of
+from paceline.commands.terminal import show_table, size_of
 from paceline.core.messages import Members
 from paceline.core.trace import Trace
+from paceline.function_workers import function_starter
 from paceline.policies import parse
 from paceline.report.html import render
 from paceline.run import Run
-from paceline.runtime.live.driver.children import function_starter
-from paceline.runtime.live.driver.launch import Driver, LivePlan
+from paceline.runtime.live.driver.driver import Driver, RunPlan
 
 OF_SERVERS = re.compile(r"shard|worker|server|push|pull|DPR")
 
@@ -87,7 +87,9 @@ def test_the_live_table_speaks_of_peers() -> None:
     headings = {}
     for policy in ("hop:graph=ring", "bsp"):
         table = LiveTable(policy, None)
-        table.driver = Driver(LivePlan(Members(2, 0), function_starter(print), parse(policy)))
+        driver = Driver(RunPlan(Members(2, 0), function_starter(print), parse(policy)))
+        table.parts = driver.parts
+        driver.close()
         headings[policy] = [str(column.header) for column in table.render().columns][:3]
     assert headings["hop:graph=ring"] == ["peer", "iteration", "steps/s"]
     assert headings["bsp"] == ["worker", "iteration", "pushes/s"]

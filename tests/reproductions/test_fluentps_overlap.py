@@ -28,10 +28,8 @@ def test_rows_and_claims_have_their_shape(monkeypatch: pytest.MonkeyPatch) -> No
     rows = [row for workers in (4, 8) for row in measure(Setting(workers, 1.0))]
     assert all(row["ps_lite_s"] > row["overlap_s"] > row["overlap_eps_s"] > row["compute_s"] for row in rows)
     made = claims(rows, {1.0: 0.01}, 0.0)
-    assert len(made) == 5
-    for claim in made:
-        assert isinstance(claim.holds, bool)
-    assert made[-1].holds
+    # So few workers have little to overlap: the gains are in the right direction, and below what the claims ask for.
+    assert [claim.holds for claim in made] == [True, False, False, False, True]
     assert not claims(rows, {1.0: 0.01}, 0.1)[-1].holds
 
 

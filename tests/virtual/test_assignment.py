@@ -14,7 +14,7 @@ from paceline.tensors import state
 from paceline.tensors.assignment import Assignment, initial, locate, moved, overlap, reassign, size
 from paceline.tensors.layout import Entry, Layout
 from paceline.tensors.optimizers import parse
-from paceline.tensors.slices import SliceOptimizer
+from paceline.tensors.shard_optimizer import ShardOptimizer
 
 LINE = 16
 """Elements of a cache line in float32."""
@@ -141,7 +141,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_moved(text: str, servers: int) -
     gradients = torch.randn(8, layout.numel, generator=torch.Generator().manual_seed(1))
 
     def make(part, values):
-        return SliceOptimizer(layout, part, values, spec)
+        return ShardOptimizer(layout, part, values, spec)
 
     def apply(optimizer, gradient):
         optimizer.apply([optimizer.cut_from(gradient)], 1.0)

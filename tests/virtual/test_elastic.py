@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from random import Random
 
 import pytest
@@ -18,18 +18,19 @@ from paceline.core.messages import Members, Node, Plan
 from paceline.core.spec import write_value
 from paceline.core.trace import Record, Trace
 from paceline.report.barriers import barriers, totals
-from paceline.runtime.virtual.timing import Timing, TimingPlan
+from paceline.runtime.virtual.simulation import Simulation
+from paceline.runtime.virtual.world import SimulationPlan
 
 SERVER = Node("server", 0)
 
 
 def timed(policy: str, cluster: str, workers: int, iterations: int, servers: int = 2) -> Trace:
-    plan = TimingPlan(
-        policies.parse(policy), clusters.load(cluster), Members(workers, servers), iterations, checked=True
+    members = Members(workers, servers)
+    simulation = Simulation(
+        SimulationPlan(policies.parse(policy), clusters.load(cluster), members, iterations, checked=True)
     )
-    timing = Timing(plan)
-    timing.run()
-    return Trace(timing.trace.header, takewhile(lambda record: not is_over(record), timing.trace))
+    simulation.run()
+    return Trace(simulation.trace.header, takewhile(lambda record: not is_over(record), simulation.trace))
 
 
 def is_over(record: Record) -> bool:
@@ -113,10 +114,55 @@ def test_one_lookahead_leaves_nothing_to_choose() -> None:
     assert found["wait_s"] == pytest.approx(found["bsp_wait_s"], rel=1e-6)
 
 
+def exact_plan(speeds: list[float], lookahead: int) -> tuple[int, ...]:
+    """How many iterations each worker does from one barrier to the next, if the paper's plan is kept to the letter.
+
+    When each has pushed twice, its next `lookahead` ends are known; of each the latest is taken that is not after the
+    barrier, and every end is tried as the barrier (002, section 4). A message takes a hundredth of these seconds.
+    """
+    lasts = [speed + 0.01 for speed in speeds]
+    done = [int(2 * max(lasts) / each + 1e-9) for each in lasts]
+    rows = [[(n + k) * each for k in range(1, lookahead + 1)] for n, each in zip(done, lasts, strict=True)]
+    plans = []
+    for barrier in sorted(end for row in rows for end in row):
+        counts = [sum(end <= barrier + 1e-9 for end in row) for row in rows]
+        if all(counts):
+            first = min(row[count - 1] for row, count in zip(rows, counts, strict=True))
+            plans.append((round(barrier - first, 9), barrier, counts))
+    return tuple(n + count for n, count in zip(done, min(plans)[2], strict=True))
+
+
+def test_constant_workers_stop_where_an_exact_plan_says() -> None:
+    """Also where an iteration is about to end when the plan is made: 100 clusters, some with speeds of a few kinds."""
+    for seed in range(100):
+        random = Random(seed)
+        speeds, lookahead = random_speeds(random), random.choice((1, 2, 4, 15))
+        if seed % 3 == 0:
+            speeds = [round(4 * speed) / 4 for speed in speeds]
+        trace = timed(f"elastic:lookahead={lookahead}", factors(speeds), len(speeds), 24, servers=1)
+        plans = [event.plan for event in (r.event for r in trace if r.node == SERVER) if isinstance(event, PlanArrived)]
+        assert plans
+        stops = [(0,) * len(speeds)] + [tuple(stop for _, _, stop in plan.stops) for plan in plans]
+        exact = exact_plan(speeds, lookahead)
+        for before, after in pairwise(stops):
+            did = tuple(end - start for start, end in zip(before, after, strict=True))
+            assert did == exact, f"cluster {seed}: workers of {speeds}, lookahead {lookahead}"
+
+
 @pytest.mark.parametrize("slower", [1.5, 1.503, 1.505])
 def test_a_stop_is_not_passed_while_the_plan_is_on_its_way(slower: float) -> None:
     """The fast one ends its third iteration just when the slow one, having ended its second, has them plan."""
-    assert passed_stops(timed("elastic:lookahead=1", factors([1.0, slower]), 2, 30)) == []
+    assert passed_stops(timed("elastic:lookahead=2", factors([1.0, slower]), 2, 30)) == []
+
+
+def test_a_plan_that_is_on_its_way_for_longer_than_is_left_holds_its_worker_an_iteration_later() -> None:
+    """With a lookahead of 1 there is nothing else to plan. The fast one does four iterations where three were planned,
+    and waits for the slow one then."""
+    trace = timed("elastic:lookahead=1", factors([1.0, 1.503]), 2, 40)
+    plans = [record.event.plan for record in trace if isinstance(record.event, PlanArrived) and record.node == SERVER]
+    assert plans[0].stops == ((0, 0, 3), (1, 0, 3))
+    parked = [a.pull for r in trace if r.node == SERVER for a in r.actions if isinstance(a, Park)]
+    assert [(pull.worker, pull.iteration) for pull in parked] == [(0, 4 * n) for n in range(1, len(plans) + 1)]
 
 
 def test_predictions_are_right_where_speeds_last() -> None:

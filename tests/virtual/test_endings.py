@@ -11,7 +11,8 @@ from paceline.cluster import Cluster, Fault
 from paceline.core.messages import Members
 from paceline.errors import PacelineError
 from paceline.policies import CentralPolicy, parse
-from paceline.runtime.virtual.timing import Timing, TimingPlan
+from paceline.runtime.virtual.simulation import Simulation
+from paceline.runtime.virtual.world import SimulationPlan
 
 ONE_SECOND = 1.0
 
@@ -43,9 +44,9 @@ def test_who_is_to_join_is_waited_for_when_all_are_lost() -> None:
 
 def test_without_tensors_too() -> None:
     def end(policy: str) -> float:
-        timing = Timing(TimingPlan(parse(policy), Cluster(), Members(2, 1), 6))
-        timing.run()
-        return timing.engine.now
+        simulation = Simulation(SimulationPlan(parse(policy), Cluster(), Members(2, 1), 6))
+        simulation.run()
+        return simulation.engine.now
 
     assert end("deadline:factor=50") == end("bsp")
 
@@ -84,5 +85,5 @@ class Stuck(CentralPolicy):
 def test_a_deadlock_is_an_error_that_names_who_is_parked() -> None:
     with pytest.raises(PacelineError, match=r"stuck: nobody can go on after 0\.4. s: worker 0 is parked by server 0, "):
         simulate("quadratic", Stuck(), workers=3, iterations=8)
-    with pytest.raises(PacelineError, match="3 are not done"):
-        Timing(TimingPlan(Stuck(), Cluster(), Members(3, 1), 8)).run()
+    with pytest.raises(PacelineError, match="worker 0 is without an answer; worker 1 is"):
+        Simulation(SimulationPlan(Stuck(), Cluster(), Members(3, 1), 8)).run()

@@ -38,7 +38,7 @@ def test_it_learns_and_can_be_played_again(text: str) -> None:
 
 
 def test_lazy_release_waits_less_often() -> None:
-    """001, III.C: with one worker slow for good, one long wait in place of s + 1 short ones."""
+    """Yao et al. 2019, III.C: with one worker slow for good, one long wait in place of s + 1 short ones."""
     soft = run_one("ssp:staleness=3", "one-slow:factor=4").metrics.dpr_per_100
     lazy = run_one("ssp:staleness=3,lazy=true", "one-slow:factor=4").metrics.dpr_per_100
     assert lazy < 0.5 * soft

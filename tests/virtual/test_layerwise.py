@@ -28,7 +28,7 @@ def test_layers_are_read_going_up_and_sent_going_down() -> None:
 
 
 def test_the_bottom_layer_is_the_stalest_as_in_table_1() -> None:
-    """004: 39 at the bottom, 14.5 at the top with 40 workers. Ours: the share of an iteration between read and push."""
+    """Chen et al. 2016 have 39 at the bottom and 14.5 at the top; here it is the share of time from read to push."""
     run = simulate("digits-cnn", "asp", workers=40, cluster="lognormal:sigma=0.2", iterations=12, by_layer=True)
     means = [numbers["mean"] for numbers in run.staleness_by_layer().values()]
     assert means == pytest.approx([39, 26, 13], abs=3)

@@ -80,11 +80,11 @@ def test_backup_with_no_extra_workers_is_bsp() -> None:
 
 def test_one_step_of_sgd_on_the_quadratic_by_hand() -> None:
     from paceline import workloads
-    from paceline.dealing import Dealer
+    from paceline.sample_order import SampleOrder
 
     workload = workloads.load("quadratic")
     w0 = workload.module(0, torch.float64).weight.detach()[0]
-    samples = torch.from_numpy(Dealer(256, 2, workload.batch, 0).joined(0))
+    samples = torch.from_numpy(SampleOrder(256, 2, workload.batch, 0).joined(0))
     x, y = workload.train[0][samples].double(), workload.train[1][samples].double()[:, 0]
     gradient = 2 * ((x @ w0 - y) @ x) / len(x)
     run = simulate("quadratic", "bsp", workers=2, iterations=1, optimizer="sgd:lr=0.05", dtype="float64")

@@ -15,9 +15,11 @@ from paceline.core.actions import Compute, Reduce
 from paceline.errors import ConfigError
 from paceline.report.peers import apartness
 from paceline.run import Run
+from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.network import Network
-from paceline.runtime.virtual.peers import PeerSimulation
-from paceline.runtime.virtual.simulation import Plan
+from paceline.runtime.virtual.tensor_backends import PeerTensors, Training
+from paceline.runtime.virtual.training import run_on
+from paceline.runtime.virtual.world import SimulationPlan
 from tests.reference import largest_difference
 
 CHURN = (
@@ -110,22 +112,16 @@ def test_whoever_joins_counts_in_the_average_once_it_has_parameters(policy: str)
     job = Job("quadratic", policy, 4, 1, cluster, 80, None, None, None, 0)
     counted: list[tuple[float, int, bool]] = []
 
-    class Watched(PeerSimulation):
+    class Watched(PeerTensors):
         def evaluate(self) -> None:
-            joiner = self.workers.get(2)
-            if joiner is not None and joiner.incarnation == 1:
-                mean = torch.stack([peer.values for peer in self.workers.values() if peer.begun]).mean(0)
-                super().evaluate()
+            super().evaluate()
+            if 2 in self.peers and self.engine.now > 5.0:
+                mean = torch.stack([self.peers[rank].values for rank in self.begun]).mean(0)
                 assert torch.allclose(self.flat, mean)
-                counted.append((self.engine.now, len(self.holders()), joiner.begun))
-            else:
-                super().evaluate()
+                counted.append((self.engine.now, len(self.holders()), 2 in self.begun))
 
-    plan = Plan(
-        policy=job.policy, workload=job.workload, cluster=cluster, members=job.members, optimizer=job.optimizer,
-        seed=0, iterations=80, target=None, batch=job.batch, dtype=torch.float32,
-    )  # fmt: skip
-    run = Watched(plan).run()
+    plan = SimulationPlan(job.policy, cluster, job.members, 80, checked=True)
+    run = run_on(Watched(plan, Training(job.workload, job.optimizer, batch=job.batch), Engine()), plan)
     without = [at for at, holders, begun in counted if not begun]
     assert without, "evaluated between its coming and its first parameters"
     assert {holders for _, holders, begun in counted if not begun} == {3}
@@ -172,7 +168,7 @@ def test_peers_of_one_machine_share_its_card() -> None:
     assert exchanging["complete"] > 8 * exchanging["ring"]
 
 
-# What it must show (issue 6), in small.
+# What peers must show, in small.
 
 
 def test_backup_neighbours_make_iterations_faster_under_random_slowdown() -> None:

@@ -15,7 +15,7 @@ from paceline.cluster import CATALOGUE, Cluster, Fault, Link, Slowdown, bundled,
 from paceline.cluster.files import TABLES
 from paceline.core.spec import text_fields
 from paceline.errors import ConfigError
-from paceline.report.lanes import spans
+from paceline.report.worker_spans import spans
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = """

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import cli, simulate, workloads
-from paceline.dealing import Dealer
 from paceline.errors import ConfigError
 from paceline.optim import Optimizer
+from paceline.sample_order import SampleOrder
 from paceline.tensors import optimizers, schedules, state
-from paceline.tensors.kinds import KINDS
 from paceline.tensors.lars import LARS
 from paceline.tensors.layout import Entry, Layout, balanced, flatten, layout_of
+from paceline.tensors.optimizer_catalogue import CATALOGUE
 from paceline.tensors.optimizers import describe, parse
-from paceline.tensors.slices import SliceOptimizer
+from paceline.tensors.shard_optimizer import ShardOptimizer, squared_norm
 from tests.reference import largest_difference, train_alone
 
 TEXTS = {
@@ -38,11 +38,11 @@ TEXTS = {
     "adafactor": "adafactor:lr=0.01,weight_decay=0.01",
     "muon": "muon:lr=0.005,ns_steps=3",
 }
-ELEMENTWISE = [name for name in KINDS if not KINDS[name].whole]
+ELEMENTWISE = [name for name in CATALOGUE if not CATALOGUE[name].whole]
 
 
 def test_every_kind_is_tested_here() -> None:
-    assert set(TEXTS) == set(KINDS)
+    assert set(TEXTS) == set(CATALOGUE)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -70,7 +70,7 @@ def test_muon_equals_torchs_given_the_same_gradients(servers: int) -> None:
     flatten(tensors, layout.views(flat))
     spec = parse(TEXTS["muon"])
     parts = layout.slices(servers)
-    optimizers_ = [SliceOptimizer(layout, part, flat[part], spec) for part in parts]
+    optimizers_ = [ShardOptimizer(layout, part, flat[part], spec) for part in parts]
     whole = spec.build([tensors])
     for _ in range(5):
         gradient = torch.randn(layout.numel, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_one_of_n_gradients_moves_the_parameters_a_nth_as_far(name: str) -> None
         flat, gradient = layout.empty(), layout.empty()
         flatten(tensors, layout.views(flat))
         flatten(gradients, layout.views(gradient))
-        optimizer = SliceOptimizer(layout, slice(0, layout.numel), flat, parse(TEXTS[name]))
+        optimizer = ShardOptimizer(layout, slice(0, layout.numel), flat, parse(TEXTS[name]))
         for _ in range(2):
             optimizer.apply([optimizer.cut(gradient)], 1.0)
         before = flat.clone()
@@ -127,10 +127,10 @@ def test_the_state_goes_to_torch_and_to_other_slices_and_back(name: str) -> None
     flat = layout.empty()
     flatten(tensors, layout.views(flat))
 
-    def cut(servers: int) -> list[tuple[slice, SliceOptimizer]]:
-        return [(part, SliceOptimizer(layout, part, flat[part].clone(), spec)) for part in layout.slices(servers)]
+    def cut(servers: int) -> list[tuple[slice, ShardOptimizer]]:
+        return [(part, ShardOptimizer(layout, part, flat[part].clone(), spec)) for part in layout.slices(servers)]
 
-    def step(shards: list[tuple[slice, SliceOptimizer]], seed: int) -> torch.Tensor:
+    def step(shards: list[tuple[slice, ShardOptimizer]], seed: int) -> torch.Tensor:
         gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for part, optimizer in shards:
             optimizer.apply([optimizer.cut(gradient[part])], 1.0)
@@ -210,11 +210,11 @@ def run_alone(extras: str, change) -> dict[str, torch.Tensor]:
     module = workload.module(0, torch.float64)
     parameters = list(module.parameters())
     opt = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
-    dealer = Dealer(len(workload.train[0]), 3, workload.batch, 0)
+    order = SampleOrder(len(workload.train[0]), 3, workload.batch, 0)
     for step in range(30):
         each = []
         for worker in range(3):
-            samples = torch.from_numpy(dealer.deal(worker, step))
+            samples = torch.from_numpy(order.of_worker(worker, step))
             loss = workload.loss(module(workload.train[0][samples].double()), workload.train[1][samples])
             each.append(torch.autograd.grad(loss, parameters))
         opt.param_groups[0]["lr"] = 0.5
@@ -242,6 +242,36 @@ def test_each_worker_clips_its_own_whole_gradient() -> None:
     alone = run_alone("", clip)
     assert min(norms) < 0.3 < max(norms), "some are clipped and some are not"
     assert largest_difference(simulate_extras(",clip=0.3").parameters, alone) < 1e-9
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd:lr=0.5", "sgd:lr=0.1,momentum=0.9", "adamw:lr=0.01", "lars:lr=0.1"])
+def test_the_servers_clip_the_mean_as_one_process_does(optimizer: str, servers: int) -> None:
+    text = f"{optimizer},clip_mean=0.4"
+    run = simulate("digits-mlp", "bsp", workers=3, servers=servers, iterations=30, optimizer=text, dtype="float64")
+    alone = train_alone("digits-mlp", 3, 30, text, torch.float64)
+    assert largest_difference(run.parameters, alone) < 1e-9
+    assert largest_difference(run.parameters, train_alone("digits-mlp", 3, 30, optimizer, torch.float64)) > 1e-3
+    assert run.replay() == []
+
+
+@pytest.mark.parametrize("policy", ["scheduled", "deadline:factor=100", "bsp+backup:extra=0", "bsp@0,deadline@9"])
+def test_the_mean_is_clipped_under_every_policy_that_has_one(policy: str) -> None:
+    text = "sgd:lr=0.5,clip_mean=0.4"
+    run = simulate("digits-mlp", policy, workers=3, servers=2, iterations=20, optimizer=text, dtype="float64")
+    assert largest_difference(run.parameters, train_alone("digits-mlp", 3, 20, text, torch.float64)) < 1e-9
+    assert run.replay() == []
+
+
+def test_layer_by_layer_the_norm_is_still_of_all() -> None:
+    text = "sgd:lr=0.5,clip_mean=0.4"
+    run = simulate("digits-mlp", "bsp", workers=3, iterations=20, optimizer=text, dtype="float64", by_layer=True)
+    assert largest_difference(run.parameters, train_alone("digits-mlp", 3, 20, text, torch.float64)) < 1e-9
+
+
+def test_a_norm_beyond_a_float_is_still_a_number() -> None:
+    assert squared_norm(torch.full((4,), 1e30)) == pytest.approx(4e60)
+    assert math.isfinite(squared_norm(torch.full((4,), 1e300, dtype=torch.float64)))
 
 
 def test_a_schedule_counts_samples_in_every_policy() -> None:
@@ -299,7 +329,7 @@ def test_stretched_time_brings_on_arrival_close_to_bsp(text: str) -> None:
         layout = Layout((Entry("p", (4, 3), 0),), "float64", parse(text).borders)
         values = torch.randn(12, dtype=torch.float64) + 3
         before = values.clone()
-        optimizer = SliceOptimizer(layout, slice(0, 12), values, parse(text + extras))
+        optimizer = ShardOptimizer(layout, slice(0, 12), values, parse(text + extras))
         for iteration in range(12):
             gradient = torch.full((12,), 1.0 + (iteration % 3), dtype=torch.float64)
             for _ in range(weights):
@@ -314,7 +344,7 @@ def test_stretched_averages_decay_by_the_weight() -> None:
     layout = Layout((Entry("p", (1,), 0),), "float64")
     ends = []
     for steps in (1, 10):
-        optimizer = SliceOptimizer(
+        optimizer = ShardOptimizer(
             layout, slice(0, 1), torch.zeros(1, dtype=torch.float64), parse("adam:lr=0,ema=0.5,stretch=true")
         )
         optimizer.values.fill_(1.0)
@@ -336,8 +366,16 @@ def test_stretched_averages_decay_by_the_weight() -> None:
         ("muon", "muon steps matrices only, and 0.bias has the shape [64]"),
         ("lars --servers 5", "servers=5 is out of range: 1 to 4, since slices end on the borders of tensors"),
         ("sgd:lr=0.1,clip=0", "clip=0 is out of range: more than 0"),
+        ("sgd:lr=0.1,clip_mean=-1", "clip_mean=-1 is out of range: more than 0"),
+        ("sgd:lr=0.1,clip_mean=1 --policy asp", "asp steps on each gradient when it arrives: use clip=1"),
+        (
+            "sgd:lr=0.1,clip_mean=1 --servers 2 --policy bsp+ssp",
+            "but ssp:staleness=3 steps on each gradient when it arrives",
+        ),
+        ("sgd:lr=0.1,clip_mean=1 --policy adpsgd", "averages parameters, not gradients: use clip=1"),
         ("sgd:lr=0.1,ema=1", "ema=1 is out of range: more than 0 and less than 1"),
         ("sgd:lr=0.1,ema=yes", "sgd:ema=yes is not a number"),
+        ("sgd:lr=0.1,scale=none", "sgd has no parameter 'scale' (the policy has it, as asp:scale=none)"),
         ("sgd:lr=0.1,stretch=2", "sgd:stretch=2 must be true or false"),
         ("sgd:lr=0.1,schedule=cosin", "unknown schedule 'cosin', did you mean 'cosine'?"),
         ("sgd:lr=0.1,schedule=cosine(samples=0)", "cosine:samples=0 is out of range: 1 or more"),
@@ -373,8 +411,14 @@ def test_options_in_a_world_of_one() -> None:
         parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
         opt.step()
     assert parameter.tolist() == pytest.approx([-0.9, -1.2], abs=1e-5)
+    opt = Optimizer(torch.optim.SGD([parameter], lr=1.0), options="clip_mean=0.5")
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    opt.step()
+    assert parameter.tolist() == pytest.approx([-1.2, -1.6], abs=1e-5)
     assert opt.param_groups[0]["lr"] == 1.0
     with pytest.raises(ConfigError, match="a schedule counts samples"):
         Optimizer(torch.optim.SGD([parameter], lr=1.0), options="schedule=cosine")
     with pytest.raises(ConfigError, match="no option 'clp'"):
         Optimizer(torch.optim.SGD([parameter], lr=1.0), options="clp=1")
+    with pytest.raises(ConfigError, match=r"no option 'scale' .the policy has it, as asp:scale=none"):
+        Optimizer(torch.optim.SGD([parameter], lr=1.0), options="scale=none")

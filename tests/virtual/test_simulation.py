@@ -123,7 +123,7 @@ def test_history_and_summary_have_what_the_documents_promise() -> None:
     summary = run.summary()
     assert set(summary) == {
         "policy", "time_to_target_s", "iterations", "updates", "time_s", "wait_share", "dpr_per_100", "staleness",
-        "dropped", "bytes", "slices", "evaluated", "final",
+        "dropped", "bytes", "slices", "gradients", "slowest_worker", "evaluated", "final",
     }  # fmt: skip
     assert set(summary["staleness"]) == {"min", "mean", "median", "max"}
     assert {"push", "pull"} <= set(summary["bytes"])

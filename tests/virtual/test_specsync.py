@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline import cluster as clusters
 from paceline import simulate
 from paceline.cluster import Fault
 from paceline.cluster.models import LogNormal
 from paceline.core.actions import Compute, Park
 from paceline.core.events import ComputeAborted, GradientReady, PushArrived
-from paceline.core.messages import Members
-from paceline.core.policy import Policy
-from paceline.policies import parse
 from paceline.run import Run
 from paceline.runtime.virtual.gradients import Gradients
-from paceline.runtime.virtual.timing import Timing, TimingPlan
-from paceline.tensors.slices import SliceOptimizer
+from paceline.tensors.shard_optimizer import ShardOptimizer
 
 FIXED = "specsync:abort_time=0.03,abort_rate=0.2"
 
@@ -36,7 +31,7 @@ def test_a_gradient_is_of_the_parameters_its_handle_names(monkeypatch: pytest.Mo
     """Slice by slice: what it was computed from is what the shard had when it had answered for the last time."""
     ordered: dict[tuple[int, int, int], torch.Tensor] = {}
     had: dict[tuple[int, int], torch.Tensor] = {}
-    order, apply = Gradients.order, SliceOptimizer.apply
+    order, apply = Gradients.order, ShardOptimizer.apply
     shards: dict[int, tuple[int, int]] = {}
 
     def note_order(self, key, parameters, samples) -> None:
@@ -51,7 +46,7 @@ def test_a_gradient_is_of_the_parameters_its_handle_names(monkeypatch: pytest.Mo
         had[self.values.data_ptr(), version + 1] = self.values.clone()
 
     monkeypatch.setattr(Gradients, "order", note_order)
-    monkeypatch.setattr(SliceOptimizer, "apply", note_apply)
+    monkeypatch.setattr(ShardOptimizer, "apply", note_apply)
     run = simulate(
         "digits-mlp", FIXED, workers=4, servers=servers, cluster="lognormal:sigma=0.3", iterations=10, batch=4
     )
@@ -112,13 +107,3 @@ def test_losses_joins_and_pauses(policy: str) -> None:
     run = run_one(policy, servers=2, cluster=cluster)
     assert run.replay() == []
     assert aborted(run) > 5
-
-
-def test_a_run_without_tensors_aborts_alike() -> None:
-    """The same machines, wires and durations: the same number of aborts, and it ends."""
-    policy = parse(FIXED)
-    assert isinstance(policy, Policy)
-    timing = Timing(TimingPlan(policy, clusters.load("lognormal:sigma=0.3"), Members(5, 1), 25, checked=True))
-    timing.run()
-    without = sum(isinstance(record.event, ComputeAborted) for record in timing.trace)
-    assert without == pytest.approx(aborted(run_one()), abs=5)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.tensors import slices
+from paceline.tensors import shard_optimizer
 from paceline.tensors.layout import Entry, Layout, flatten, imbalance, layout_of
 from paceline.tensors.optimizers import describe, hyper_of, parse
-from paceline.tensors.slices import SliceOptimizer, Threads
+from paceline.tensors.shard_optimizer import ShardOptimizer, ThreadCounts
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -97,7 +97,7 @@ def test_stepping_slices_equals_stepping_the_model(text: str, shards: int, seed:
     flatten(tensors, layout.views(flat))
     spec = parse(text)
     parts = layout.slices(shards)
-    optimizers = [SliceOptimizer(layout, part, flat[part], spec) for part in parts]
+    optimizers = [ShardOptimizer(layout, part, flat[part], spec) for part in parts]
     whole = spec.build([tensors])
     for _ in range(5):
         gradient = torch.randn(layout.numel, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_weight_scales_the_step_not_the_gradient() -> None:
     steps = {}
     for weight in (1.0, 0.25):
         values = torch.zeros(4, dtype=torch.float64)
-        SliceOptimizer(layout, slice(0, 4), values, parse("adam:lr=0.1")).apply([[torch.ones(4).double()]], weight)
+        ShardOptimizer(layout, slice(0, 4), values, parse("adam:lr=0.1")).apply([[torch.ones(4).double()]], weight)
         steps[weight] = values
     assert torch.allclose(steps[0.25], steps[1.0] / 4)
 
@@ -130,7 +130,7 @@ def test_sgd_is_torchs_to_the_last_bit(text: str) -> None:
     torch.manual_seed(0)
     values, spec = torch.randn(100), parse(text)
     theirs = values.clone()
-    ours = SliceOptimizer(Layout((Entry("p", (100,), 0),), "float32"), slice(0, 100), values, spec)
+    ours = ShardOptimizer(Layout((Entry("p", (100,), 0),), "float32"), slice(0, 100), values, spec)
     optimizer = spec.build([[theirs]])
     for _ in range(4):
         theirs.grad = torch.randn(100)
@@ -142,7 +142,7 @@ def test_sgd_is_torchs_to_the_last_bit(text: str) -> None:
 def test_the_mean_of_several_gradients() -> None:
     layout = Layout((Entry("a", (3,), 0), Entry("b", (70000,), 0)), "float32")
     values = torch.zeros(layout.numel)
-    optimizer = SliceOptimizer(layout, slice(0, layout.numel), values, parse("sgd:lr=1"))
+    optimizer = ShardOptimizer(layout, slice(0, layout.numel), values, parse("sgd:lr=1"))
     gradients = [torch.full((layout.numel,), float(value)) for value in (1, 2, 6)]
     optimizer.apply([optimizer.cut(gradient) for gradient in gradients], 1.0)
     assert torch.equal(values, torch.full((layout.numel,), -3.0))
@@ -153,7 +153,7 @@ def test_an_absent_gradient_is_not_a_zero_gradient() -> None:
     """With momentum a zero gradient still moves the parameter; a missing one does not."""
     layout = Layout((Entry("a", (2,), 0), Entry("b", (2,), 0)), "float32")
     values = torch.ones(4)
-    optimizer = SliceOptimizer(layout, slice(0, 4), values, parse("sgd:lr=0.1,momentum=0.9,weight_decay=0.1"))
+    optimizer = ShardOptimizer(layout, slice(0, 4), values, parse("sgd:lr=0.1,momentum=0.9,weight_decay=0.1"))
     gradient = optimizer.cut(torch.ones(4))
     optimizer.apply([gradient], 1.0, [frozenset()])
     before = values.clone()
@@ -167,7 +167,7 @@ def test_an_absent_gradient_is_not_a_zero_gradient() -> None:
 def test_hyper_parameters_travel() -> None:
     layout = Layout((Entry("p", (1,), 0),), "float32")
     values = torch.zeros(1)
-    optimizer = SliceOptimizer(layout, slice(0, 1), values, parse("sgd:lr=1"))
+    optimizer = ShardOptimizer(layout, slice(0, 1), values, parse("sgd:lr=1"))
     optimizer.set_hyper([{**parse("sgd:lr=1").groups[0], "lr": 0.5}])
     optimizer.apply([[torch.ones(1)]], 0.5)
     assert values.item() == pytest.approx(-0.25)
@@ -198,20 +198,20 @@ def test_describe_reads_every_group() -> None:
 @pytest.mark.parametrize("text", ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9"])
 def test_threads_change_nothing(text: str, threads: int, count: int) -> None:
     torch.manual_seed(0)
-    shapes = [(4 * slices.PIECE + 5,), (7,), (slices.PIECE,)]
+    shapes = [(4 * shard_optimizer.PIECE + 5,), (7,), (shard_optimizer.PIECE,)]
     layout = Layout(tuple(Entry(f"p{index}", shape, 0) for index, shape in enumerate(shapes)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(count)]
     results = []
     for wanted in (1, threads):
         part = slice(0, layout.numel)
-        ours = SliceOptimizer(layout, part, start.clone(), parse(text), Threads(wanted, wanted))
+        ours = ShardOptimizer(layout, part, start.clone(), parse(text), ThreadCounts(wanted, wanted))
         copies = [gradient.clone() for gradient in gradients]
         for _ in range(2):
             pieces = [ours.cut(copy) for copy in copies]
             absent = [] if text == "sgd:lr=0.1" else [frozenset({1})] * count
             ours.apply(pieces, 1.0, absent, targets=pieces)
         results.append([ours.values, *copies])
-        assert ours.threads == Threads(min(wanted, 5), min(wanted, 5))
+        assert ours.threads == ThreadCounts(min(wanted, 5), min(wanted, 5))
         ours.close()
     for alone, together in zip(*results, strict=True):
         assert torch.equal(alone, together)
@@ -221,14 +221,14 @@ def test_threads_change_nothing(text: str, threads: int, count: int) -> None:
 @pytest.mark.parametrize("extras", ["", ",schedule=cosine(samples=40),batch=4"])
 def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: str) -> None:
     torch.manual_seed(0)
-    layout = Layout((Entry("a", (3 * slices.PIECE + 5,), 0), Entry("b", (7,), 1)), "float32")
+    layout = Layout((Entry("a", (3 * shard_optimizer.PIECE + 5,), 0), Entry("b", (7,), 1)), "float32")
     start, gradients = torch.randn(layout.numel), [torch.randn(layout.numel) for _ in range(3)]
     weights = [0.25, 0.125, 1.0]
     results = []
     for together in (False, True):
         spec = parse("sgd:lr=0.1" + extras)
         spec = msgspec.structs.replace(spec, groups=(*spec.groups, {**spec.groups[0], "lr": 0.7}))
-        ours = SliceOptimizer(layout, slice(0, layout.numel), start.clone(), spec, Threads(threads, threads))
+        ours = ShardOptimizer(layout, slice(0, layout.numel), start.clone(), spec, ThreadCounts(threads, threads))
         assert ours.is_plain
         copies = [gradient.clone() for gradient in gradients]
         pieces = [ours.cut(copy) for copy in copies]
@@ -237,7 +237,7 @@ def test_steps_taken_together_are_those_taken_one_by_one(threads: int, extras: s
         else:
             for each, weight in zip(pieces, weights, strict=True):
                 ours.apply([each], weight, targets=[each])
-        results.append([ours.values, *copies, torch.tensor(ours.pace.samples)])
+        results.append([ours.values, *copies, torch.tensor(ours.step_schedule.samples)])
         assert not together or copies[0][-1] == results[0][1][-1] != start[-1], "the last is of the other group"
         ours.close()
     for one, other in zip(*results, strict=True):
@@ -249,7 +249,7 @@ def test_gradients_that_were_kept_count_beside_those_that_lie_where_they_came() 
     start, gradients = torch.randn(12), [torch.randn(12) for _ in range(3)]
     results = []
     for kept in ((), (1,), (0, 2)):
-        ours = SliceOptimizer(layout, slice(0, 12), start.clone(), parse("sgd:lr=0.1"))
+        ours = ShardOptimizer(layout, slice(0, 12), start.clone(), parse("sgd:lr=0.1"))
         cuts = [ours.cut(gradient) for gradient in gradients]
         given = [[piece.clone() for piece in cut] if index in kept else cut for index, cut in enumerate(cuts)]
         ours.apply(given, 1.0)
@@ -261,8 +261,8 @@ def test_gradients_that_were_kept_count_beside_those_that_lie_where_they_came() 
 @pytest.mark.parametrize("text", ["adam:lr=0.1", "sgd:lr=0.1,momentum=0.9", "sgd:lr=0.1,ema=0.9"])
 def test_only_plain_steps_are_taken_together(text: str) -> None:
     layout = layout_of([("p", torch.zeros(5), 0)])
-    assert not SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse(text)).is_plain
-    plain = SliceOptimizer(layout, slice(0, 5), torch.zeros(5), parse("sgd:lr=0.1"))
+    assert not ShardOptimizer(layout, slice(0, 5), torch.zeros(5), parse(text)).is_plain
+    plain = ShardOptimizer(layout, slice(0, 5), torch.zeros(5), parse("sgd:lr=0.1"))
     assert plain.is_plain
     plain.set_hyper([{"momentum": 0.9}])
     assert not plain.is_plain, "a script may change that, too"
@@ -278,6 +278,6 @@ def test_a_slice_on_the_cpu_never_asks_cuda(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
     layout = layout_of([("p", torch.zeros(5), 0)])
     values = torch.zeros(5)
-    optimizer = SliceOptimizer(layout, slice(0, 5), values, parse("adam:lr=0.1"))
+    optimizer = ShardOptimizer(layout, slice(0, 5), values, parse("adam:lr=0.1"))
     optimizer.apply([optimizer.cut(torch.ones(5))], 1.0)
     assert values.ne(0).all()

@@ -111,7 +111,7 @@ def test_fashion_reads_idx_files_and_trains(monkeypatch, tmp_path, suffix: str, 
 
 def test_fashion_without_data_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
-    monkeypatch.setattr("paceline.workloads.files.SYSTEM", tmp_path / "nowhere")
+    monkeypatch.setattr("paceline.workloads.data_files.SYSTEM", tmp_path / "nowhere")
     assert cli.run(["simulate", "--workload", "fashion-cnn"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1

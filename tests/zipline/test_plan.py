@@ -33,7 +33,7 @@ def small_cases(seed: int) -> list[np.ndarray]:
 
 
 def by_one_sort(times: np.ndarray) -> Plan:
-    """Independent of `plan`, for sizes beyond an exhaustive search: algorithms.md, section 2, from right ends."""
+    """Finds the plan in another way than `plan`, for sizes beyond an exhaustive search: from the right ends, sorted."""
     flat, size = times.ravel(), times.size
     order = np.argsort(flat, kind="stable")
     place = np.empty(size, dtype=np.intp)

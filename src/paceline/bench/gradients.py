@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline import workloads
+from paceline.bench.rounds import in_turn, milliseconds
 from paceline.errors import PacelineError
 from paceline.runtime.virtual.gradients import TRACED_AT, Batched, Compute, OneByOne
 from paceline.tensors.layout import flatten, layout_of
@@ -64,11 +66,6 @@ def measure(workload: Workload, workers: int, rounds: int) -> Row:
         together = compute("batched")
     if not torch.allclose(together, compute("loop"), rtol=1e-3, atol=1e-4):
         raise PacelineError(f"{workload.name}: gradients computed together differ from those computed one by one")
-    took: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way in ways:
-            began = time.perf_counter()
-            compute(way)
-            took[way].append(1e6 * (time.perf_counter() - began) / workers)
-    batched, loop = (min(took[way]) for way in ("batched", "loop"))
+    timed = {way: partial(milliseconds, partial(compute, way), time.perf_counter) for way in ways}
+    batched, loop = (1e3 * min(all_ms) / workers for all_ms in in_turn(timed, rounds).values())
     return Row(workload.name, workers, workload.batch, torch.get_num_threads(), batched, loop, loop / batched)

@@ -19,7 +19,7 @@ import torch
 
 from paceline import session
 from paceline.api import launch
-from paceline.bench import peers
+from paceline.bench import competitors
 from paceline.optim import Optimizer
 
 NEIGHBOURS = 2
@@ -35,11 +35,11 @@ class Row:
     gloo_ms: float
     ratio: float
     paceline_cpu_ms: float
-    """Processor time of one peer."""
+    """The processor time of one peer."""
     gloo_cpu_ms: float
     cpu_ratio: float
     memory_floats: float
-    """Of one peer, over `params`: the most that any peer had."""
+    """The most floats that any peer had, over `params`."""
     allowed_floats: int
 
 
@@ -57,7 +57,7 @@ def _row(params: int, size: int, max_gap: int, rounds: int, say: Callable[[str],
         took_ms, worked_ms, floats = measure_paceline(policy, size, options)
         ours.append((took_ms, worked_ms))
         held = max(held, floats)
-        measured = peers.measure("ring", size, options)
+        measured = competitors.measure("ring", size, options)
         theirs.append((max(took for took, _ in measured), statistics.mean(worked for _, worked in measured)))
         say(f"{params:.0e} round {number + 1}/{rounds}: paceline {took_ms:.3g} ms, Gloo {theirs[-1][0]:.3g} ms")
     mine, mine_cpu = (statistics.median(values) for values in zip(*ours, strict=True))
@@ -67,7 +67,8 @@ def _row(params: int, size: int, max_gap: int, rounds: int, say: Callable[[str],
 
 
 def measure_paceline(policy: str, size: int, options: dict[str, Any]) -> tuple[float, float, float]:
-    """Milliseconds of one iteration of the slowest peer, processor time of a peer in the mean, most floats of one."""
+    """Returns the milliseconds of the slowest peer's iteration, the mean processor time of a peer, and the most floats
+    of one."""
 
     def work() -> None:
         world = session.init()
@@ -81,9 +82,9 @@ def measure_paceline(policy: str, size: int, options: dict[str, Any]) -> tuple[f
         scale = 1000 / options["count"]
         session.log(loss=scale * (time.process_time() - worked))
         took_ms = scale * (time.perf_counter() - began)
-        assert world.live is not None
+        assert world.run is not None
         slots = sum(
-            entry.stat().st_size for entry in os.scandir(world.live.folder) if is_slot_of(entry.name, world.rank)
+            entry.stat().st_size for entry in os.scandir(world.run.folder) if is_slot_of(entry.name, world.rank)
         )
         gradient = 1
         session.log(loss=took_ms, accuracy=slots / (4 * options["params"]) + gradient)

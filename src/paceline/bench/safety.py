@@ -1,40 +1,40 @@
 """`paceline bench safety`: what acknowledgements, deduplication, finite checks and the trace cost without any fault.
 
-A real run, with the parts timed inside its processes: every call of a part is measured in CPU time of the calling
-thread, so what other processes do on the machine is not counted. Workers sleep as long as an iteration computes, so
-caches are as cold as they would be. The machines' time counts in whole, although deciding is their main business:
-acknowledging and recognizing copies is spread through them.
+A real run under `TimedASP`, which is ASP with machines that measure themselves, where and when they are: the time they
+take to handle an event, to write the step to a trace file of their own, and to copy a gradient and look at it. Times
+are CPU time of the calling thread, so what other processes do on the machine is not counted. Workers sleep as long as
+an iteration computes, so caches are as cold as they would be. The machines' time counts in whole, although deciding is
+their main business: acknowledging and recognizing copies is spread through them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import msgspec
+import numpy as np
 import torch
 
 from paceline.api import launch
+from paceline.core.actions import Action
+from paceline.core.events import Event, GradientReady
+from paceline.core.machine import Machine
+from paceline.core.messages import Members, Node, Role
 from paceline.core.shard import Shard
+from paceline.core.spec import parameter
+from paceline.core.trace import Record
 from paceline.core.worker import Worker
 from paceline.optim import Optimizer
-from paceline.runtime.live.recording import TraceFile
-from paceline.runtime.live.server.server import LiveServer
-from paceline.runtime.live.worker.worker import LiveWorker
-from paceline.tensors import passes
+from paceline.policies import ASP
+from paceline.runtime.live.storage.trace_files import TraceFile
+from paceline.tensors import fused_kernels
 
 WORKERS = 4
-WARM = 10
-PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "finite check, with the copy it is part of": ((passes, "copy_and_look"),),
-    "acknowledgements, deduplication": ((Worker, "handle"), (Shard, "handle")),
-    "trace": ((TraceFile, "write"), (TraceFile, "flush")),
-}
+PARTS = ("finite check, with the copy it is part of", "acknowledgements, deduplication", "trace")
+FINITE, MACHINE, TRACE = range(3)
+SPENT = ".spent"
 
 
 @dataclass
@@ -48,58 +48,49 @@ class Row:
     """Of the iteration, both together."""
 
 
-class Meter:
-    """Times every call of the parts in the processes that are forked while it is open."""
+class Timed(Machine):
+    """A machine that adds up, in a file of its folder, the seconds of each part."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.spent: dict[str, float] = {}
-        self.originals: list[tuple[Any, str, Any]] = []
+    def measure_in(self, folder: Path, node: Node) -> None:
+        self.node = node
+        self.own_trace = TraceFile(folder, node, 0)
+        self.spent = np.memmap(folder / f"{node.role}-{node.rank}{SPENT}", np.float64, "w+", shape=len(PARTS))
 
-    def __enter__(self) -> Meter:
-        for part, places in PARTS.items():
-            for place, name in places:
-                self._replace(place, name, partial(self._timed, part))
-        self._replace(LiveWorker, "leave", partial(self._writing, "worker"))
-        self._replace(LiveServer, "finish", partial(self._writing, "server"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for place, name, original in self.originals:
-            setattr(place, name, original)
-
-    def _replace(self, place: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(place, name)
-        self.originals.append((place, name, original))
-        setattr(place, name, make(original))
-
-    def _timed(self, part: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
+    def handle(self, event: Event) -> list[Action]:
+        if isinstance(event, GradientReady):
+            gradient = torch.full((event.nbytes[0] // 4,), 1e-6)
+            segment = torch.ones_like(gradient)
             began = time.thread_time()
-            try:
-                return original(*arguments, **named)
-            finally:
-                self.spent[part] = self.spent.get(part, 0.0) + time.thread_time() - began
+            fused_kernels.copy_and_check_finite(gradient, segment)
+            self.spent[FINITE] += time.thread_time() - began
+        began = time.thread_time()
+        actions = super().handle(event)
+        decided = time.thread_time()
+        self.own_trace.write(Record(self.node, 0, event, tuple(actions)))
+        written = time.thread_time()
+        self.spent[MACHINE] += decided - began
+        self.spent[TRACE] += written - decided
+        return actions
 
-        return timed
 
-    def _writing(self, role: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """At its end a process leaves what it measured."""
+class TimedWorker(Timed, Worker):
+    """A worker's machine that measures itself."""
 
-        def writing(carrier: Any, *arguments: Any) -> Any:
-            rank = getattr(carrier, "rank", 0)
-            (self.folder / f"{role}-{rank}").write_bytes(msgspec.json.encode(self.spent))
-            return original(carrier, *arguments)
 
-        return writing
+class TimedShard(Timed, Shard):
+    """A shard's machine that measures itself."""
 
-    def read(self, role: str) -> dict[str, float]:
-        """Seconds of each part, of all processes of this role."""
-        total: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        for path in self.folder.glob(f"{role}-*"):
-            for part, seconds in msgspec.json.decode(path.read_bytes(), type=dict[str, float]).items():
-                total[part] += seconds
-        return total
+
+@dataclass(frozen=True)
+class TimedASP(ASP):
+    """ASP, measured."""
+
+    folder: str = parameter("", doc="where processes leave what they measured")
+
+    def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
+        machine = TimedWorker(rank, members) if role == "worker" else TimedShard(self, rank, members, seed)
+        machine.measure_in(Path(self.folder), Node(role, rank))
+        return machine
 
 
 def run(params: int, iteration_s: float, iterations: int) -> list[Row]:
@@ -111,11 +102,14 @@ def run(params: int, iteration_s: float, iterations: int) -> list[Row]:
             time.sleep(iteration_s)
             opt.step()
 
-    with TemporaryDirectory() as folder, Meter(Path(folder)) as meter:
-        launch(work, workers=WORKERS, servers=1, policy="asp")
-        pushes = iterations * WORKERS
-        sides = [{part: 1e6 * s / pushes for part, s in meter.read(role).items()} for role in ("worker", "server")]
-    rows = [Row(part, sides[0][part], sides[1][part], 0.0) for part in PARTS]
+    with TemporaryDirectory() as folder:
+        launch(work, workers=WORKERS, servers=1, policy=f"{__file__}:TimedASP:folder={folder}")
+        us = 1e6 / (iterations * WORKERS)
+        worker, server = (
+            us * np.sum([np.fromfile(path) for path in Path(folder).glob(f"{role}-*{SPENT}")], axis=0)
+            for role in ("worker", "server")
+        )
+    rows = [Row(part, float(worker[at]), float(server[at]), 0.0) for at, part in enumerate(PARTS)]
     rows.append(Row("together", sum(row.worker_us for row in rows), sum(row.server_us for row in rows), 0.0))
     for row in rows:
         row.share = 1e-6 * (row.worker_us + row.server_us) / iteration_s

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from paceline import cluster as clusters
 from paceline import policies
 from paceline.core.messages import Members
-from paceline.runtime.virtual.timing import Timing, TimingPlan
+from paceline.runtime.virtual.simulation import Simulation
+from paceline.runtime.virtual.world import SimulationPlan
 
 SETTINGS = (
     ("asp", "lognormal:sigma=0.5"),
@@ -24,9 +25,9 @@ SETTINGS = (
     ("ssp:staleness=3", "one-slow:factor=4"),
 )
 EVENTS = 200_000
-"""So many a measurement, about."""
+"""Each measurement handles about so many events."""
 PER_ITERATION = 4
-"""Events of one worker's iteration with one server: gradient ready, push, pull, answer."""
+"""The events of one worker's iteration with one server: gradient ready, push, pull, answer."""
 FEWEST_ITERATIONS = 20
 
 
@@ -38,16 +39,16 @@ class Row:
     cluster: str
     us_per_event: float
     checked_events_per_s: float
-    """With trace and checks on."""
+    """Events a second with trace and checks on."""
     iterations: int
     seconds: float
-    """Of the run with both off."""
+    """The seconds of the run with both off."""
     peak_mb: float
     """The most memory this process has had so far."""
 
 
 def run(workers: list[int], rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Measure every setting with each number of workers."""
+    """Measures every setting with each number of workers."""
     rows = []
     for policy, cluster in SETTINGS:
         for count in workers:
@@ -79,9 +80,12 @@ def measure(policy: str, cluster: str, workers: int, rounds: int) -> Row:
 
 
 def time_one(policy: str, cluster: str, workers: int, iterations: int, checked: bool) -> tuple[int, float]:
-    """Events handled, and the seconds it took to make and run everything."""
+    """Returns the events handled, and the seconds it took to make and run everything."""
     gc.collect()
     started = time.process_time()
-    plan = TimingPlan(policies.parse(policy), clusters.load(cluster), Members(workers, 1), iterations, checked=checked)
-    events = Timing(plan).run()
-    return events, time.process_time() - started
+    plan = SimulationPlan(
+        policies.parse(policy), clusters.load(cluster), Members(workers, 1), iterations, checked=checked
+    )
+    simulation = Simulation(plan)
+    simulation.run()
+    return simulation.engine.happened, time.process_time() - started

@@ -7,12 +7,12 @@ Gloo, and post-local SGD (local steps, then an average of the models) with sever
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from paceline.api import Job, train_job_live
-from paceline.bench import peers
+from paceline.bench import competitors
 
 POLICIES = ("asp", "ssp:staleness=3", "ssp:staleness=8", "backup:extra=1", "bsp")
 PERIODS = (4, 8, 32)
@@ -25,6 +25,10 @@ class Row:
     time_to_target_s: float | None
     iterations: float
 
+    @property
+    def took(self) -> str:
+        return "missed" if self.time_to_target_s is None else f"{self.time_to_target_s:.1f} s"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -34,40 +38,32 @@ class Setting:
     lr: float
     seed: int
 
-    def options(self, local_steps: int) -> dict[str, Any]:
-        return {
-            "cluster": self.cluster, "target": self.target, "lr": self.lr, "seed": self.seed,
-            "local_steps": local_steps, "iterations": ITERATIONS,
-        }  # fmt: skip
-
 
 def run(setting: Setting, rounds: int, say: Callable[[str], None]) -> tuple[list[Row], dict[str, float | None]]:
-    contestants: dict[str, Callable[[Setting], Row]] = {"ddp": lambda s: _gloo("ddp", s, 1)}
-    for period in PERIODS:
-        contestants[f"averaging every {period}"] = lambda s, n=period: _gloo(f"averaging every {n}", s, n)  # type: ignore[misc]
-    for policy in POLICIES:
-        contestants[policy] = lambda s, p=policy: _paceline(p, s)  # type: ignore[misc]
+    contestants: dict[str, Callable[[Setting], Row]] = {"ddp": partial(_gloo, "ddp", 1)}
+    contestants |= {f"averaging every {n}": partial(_gloo, f"averaging every {n}", n) for n in PERIODS}
+    contestants |= {policy: partial(_paceline, policy) for policy in POLICIES}
     results: dict[str, list[Row]] = {name: [] for name in contestants}
     for number in range(rounds):
-        seeded = Setting(setting.workers, setting.cluster, setting.target, setting.lr, setting.seed + number)
+        seeded = replace(setting, seed=setting.seed + number)
         for name, contest in contestants.items():
             row = contest(seeded)
             results[name].append(row)
-            took = "missed" if row.time_to_target_s is None else f"{row.time_to_target_s:.1f} s"
-            say(f"round {number + 1}/{rounds}: {name}: {took}, {row.iterations:g} iterations")
+            say(f"round {number + 1}/{rounds}: {name}: {row.took}, {row.iterations:g} iterations")
     rows = [_median(name, done) for name, done in results.items()]
     times = {row.name: row.time_to_target_s for row in rows}
-    best = min((times[policy] for policy in POLICIES if times[policy] is not None), default=None, key=float)  # type: ignore[arg-type]
-    averaging = [times[f"averaging every {period}"] for period in PERIODS]
-    reached = [value for value in averaging if value is not None]
-    return rows, {
-        "ddp": _over(times["ddp"], best),
-        "averaging": _over(min(reached) if reached else None, best),
-    }
+    best = soonest(times[policy] for policy in POLICIES)
+    averaging = soonest(times[f"averaging every {period}"] for period in PERIODS)
+    return rows, {"ddp": _over(times["ddp"], best), "averaging": _over(averaging, best)}
 
 
-def _gloo(name: str, setting: Setting, local_steps: int) -> Row:
-    first, *_ = peers.measure("straggler", setting.workers, setting.options(local_steps))
+def soonest(times: Iterable[float | None]) -> float | None:
+    return min((time_s for time_s in times if time_s is not None), default=None)
+
+
+def _gloo(name: str, local_steps: int, setting: Setting) -> Row:
+    options = {**asdict(setting), "local_steps": local_steps, "iterations": ITERATIONS}
+    first, *_ = competitors.measure("straggler", setting.workers, options)
     return Row(name, first["time_to_target_s"], first["iterations"])
 
 
@@ -83,11 +79,8 @@ def _paceline(policy: str, setting: Setting) -> Row:
 def _median(name: str, rows: list[Row]) -> Row:
     times = [row.time_to_target_s for row in rows if row.time_to_target_s is not None]
     missed = len(times) * 2 <= len(rows)
-    return Row(
-        name,
-        None if missed else statistics.median(times),
-        statistics.median(row.iterations for row in rows),
-    )
+    median_s = None if missed else statistics.median(times)
+    return Row(name, median_s, statistics.median(row.iterations for row in rows))
 
 
 def _over(theirs: float | None, ours: float | None) -> float | None:

@@ -13,60 +13,52 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from paceline.bench import peers
-from paceline.bench.exchange import Row, counts, measure_paceline
-from paceline.runtime.live.configuration import Abroad
-from paceline.tensors import halves
+from paceline.bench.exchange import Row, counts, measure_paceline, peers_in_asp
+from paceline.bench.rounds import in_turn
+from paceline.runtime.live.protocol.configuration import MultihostOptions
+from paceline.tensors import wire_precision
 
 LOOPBACK = "127.0.0.1"
 WAYS = (("float32", False), ("float32", True), ("bfloat16", False))
-"""What paceline is measured with: how floats travel, and whether with keys."""
-ITEMSIZE = {"float32": 4, **{name: dtype.itemsize for name, dtype in halves.HALVES.items()}}
+"""The ways in which paceline is measured: how floats are sent, and whether with keys."""
+ITEMSIZE = {"float32": 4, **{name: dtype.itemsize for name, dtype in wire_precision.HALVES.items()}}
 
 
-def run(sizes: list[int], workers: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Rows of each size in the order of `WAYS`, all beside the same rounds of the peers."""
+def run(sizes: list[int], workers: int, rounds: int, optimizer: str, say: Callable[[str], None]) -> list[Row]:
+    """Measures rows of each size in the order of `WAYS`, all beside the same rounds of the competitors."""
     rows = []
     for params in sizes:
-        options = {**counts(params), "transport": "tcp"}
+        options = {**counts(params), "transport": "tcp", "optimizer": optimizer}
         rows += _rows(params, workers, rounds, options, say)
     return rows
 
 
 def _rows(params: int, workers: int, rounds: int, options: dict[str, Any], say: Callable[[str], None]) -> list[Row]:
-    ours: dict[tuple[str, bool], list[float]] = {way: [] for way in WAYS}
-    theirs: dict[str, list[float]] = {}
-    bandwidths = []
-    for number in range(rounds):
+    def told(number: int, found: dict[str, list[float]]) -> None:
         bandwidths.append(loopback_bandwidth())
-        for wire, keys in WAYS:
-            abroad = Abroad(LOOPBACK, "", keys=keys, wire=wire, near=False)
-            ours[wire, keys].append(measure_paceline("asp", workers, options, abroad)[0])
-        for name, rate in _measure_peers(workers, options).items():
-            theirs.setdefault(name, []).append(rate)
-        mine = ", ".join(f"{_name(*way)} {rates[-1]:.4g}" for way, rates in ours.items())
-        latest = ", ".join(f"{name} {rates[-1]:.4g}" for name, rates in theirs.items())
-        say(f"tcp {params:.0e} round {number + 1}/{rounds}: paceline {mine}; {latest}")
-    medians = {name: statistics.median(rates) for name, rates in theirs.items()}
-    best = max(medians.values())
-    bandwidth = max(bandwidths)
-    rows = []
-    for wire, keys in WAYS:
-        value = statistics.median(ours[wire, keys])
-        floor = bandwidth / (2 * ITEMSIZE[wire] * params)
-        rows.append(
-            Row("asp", params, workers, "tcp", wire, keys, value, "pushes/s", medians, value / best, floor, None, None)
+        say(
+            f"tcp {params:.0e} round {number}/{rounds}: "
+            + ", ".join(f"{n} {rates[-1]:.4g}" for n, rates in found.items())
         )
+
+    def measure(wire: str, keys: bool) -> float:
+        multihost = MultihostOptions(LOOPBACK, "", keys=keys, wire=wire, shared_memory=False)
+        return measure_paceline("asp", workers, options, multihost)[0]
+
+    bandwidths: list[float] = []
+    ours = {f"paceline {_name(*way)}": partial(measure, *way) for way in WAYS}
+    found = in_turn({**ours, **peers_in_asp(workers, options)}, rounds, told)
+    medians = {name: statistics.median(rates) for name, rates in found.items()}
+    values = [medians.pop(name) for name in ours]
+    rows = []
+    for (wire, keys), value in zip(WAYS, values, strict=True):
+        floor, ratio = max(bandwidths) / (2 * ITEMSIZE[wire] * params), value / max(medians.values())
+        beside = (value, "pushes/s", medians, ratio, floor, None, None)
+        rows.append(Row("asp", options["optimizer"], params, workers, "tcp", wire, keys, *beside))
     return rows
-
-
-def _measure_peers(workers: int, options: dict[str, Any]) -> dict[str, float]:
-    measured = {"torch_rpc": sum(peers.measure("rpc", workers + 1, options))}
-    if peers.has_ray():
-        measured["ray"] = peers.measure("ray", workers, options)[0]
-    return measured
 
 
 def _name(wire: str, keys: bool) -> str:
@@ -74,7 +66,7 @@ def _name(wire: str, keys: bool) -> str:
 
 
 def cost_of_keys(rows: list[Row]) -> list[str]:
-    """What CURVE costs, in words: a line for each size."""
+    """Says, in a line for each size, what CURVE costs."""
     lines = []
     for plain in rows:
         for keyed in rows:
@@ -86,7 +78,7 @@ def cost_of_keys(rows: list[Row]) -> list[str]:
 
 
 def loopback_bandwidth(nbytes: int = 1 << 28) -> float:
-    """Bytes a second over one TCP connection between two processes of this machine."""
+    """Returns the bytes a second over one TCP connection between two processes of this machine."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         sender = os.fork()
         if sender == 0:

@@ -8,16 +8,17 @@ measured up to `MOST` workers. Both must find the same, or there is no result. R
 from __future__ import annotations
 
 import statistics
-import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from paceline.bench.rounds import in_turn, milliseconds
 from paceline.core.speculation import Iteration, Notices, Speculation
 from paceline.errors import PacelineError
-from paceline.policies.tuning import LARGEST, tune
+from paceline.policies.specsync_tuning import LARGEST, tune
 
 MOST = 100
 
@@ -39,19 +40,15 @@ def run(workers: list[int], rounds: int, seed: int, say: Callable[[str], None]) 
 
 def measure(workers: int, rounds: int, seed: int, say: Callable[[str], None]) -> Row:
     notices, iterations = epoch(workers, seed)
-    fast, slow = [], []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        found = tune(notices, iterations)
-        fast.append(time.perf_counter() - started)
-        if workers <= MOST:
-            started = time.perf_counter()
-            same = as_in_the_paper(notices, iterations)
-            slow.append(time.perf_counter() - started)
-            if found != same:
-                raise PacelineError(f"the tuner found {found}, the paper's form {same}: one of them is wrong")
-    tune_ms = 1e3 * statistics.median(fast)
-    paper_ms = 1e3 * statistics.median(slow) if slow else None
+    forms: dict[str, Callable[[], Speculation | None]] = {"tuner": partial(tune, notices, iterations, len(iterations))}
+    if workers <= MOST:
+        forms["paper"] = partial(as_in_the_paper, notices, iterations)
+    found, *same = (form() for form in forms.values())
+    if any(other != found for other in same):
+        raise PacelineError(f"the tuner found {found}, the paper's form {same[0]}: one of them is wrong")
+    took = in_turn({name: partial(milliseconds, form) for name, form in forms.items()}, rounds)
+    tune_ms = statistics.median(took["tuner"])
+    paper_ms = statistics.median(took["paper"]) if "paper" in took else None
     beside = f", in the paper's form {paper_ms:.1f} ms" if paper_ms is not None else ""
     say(f"{workers} workers, {len(notices.times)} pushes: {tune_ms:.2f} ms{beside}")
     return Row(workers, len(notices.times), tune_ms, paper_ms, paper_ms / tune_ms if paper_ms is not None else None)

@@ -13,21 +13,22 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 
+from paceline.bench.rounds import in_turn, milliseconds
 from paceline.errors import PacelineError
 from paceline.zipline import Plan, generate, plan
 
 COMPILERS = ("g++", "c++", "clang++")
 OPTIONS = ("-std=c++11", "-O2", "-shared", "-fPIC")
 PAPER_MS = {(10, 15): 0.124, (10, 150): 1.15, (100, 15): 2.65, (100, 150): 23.0, (1000, 15): 76.8, (1000, 150): 566.0}
-"""ZipLineOptBS in the paper's Table 4."""
+"""The milliseconds of ZipLineOptBS in the paper's Table 4."""
 SOURCE = "zipline_opt_bs.cpp"
 
 Search = Callable[[np.ndarray], Plan]
@@ -69,13 +70,8 @@ def measure(searches: dict[str, Search], times: np.ndarray, rounds: int) -> Row:
     if len(found) != 1:
         waits = ", ".join(f"{each.wait:g} at {each.time:g}" for each in found)
         raise PacelineError(f"plan and ZipLineOptBS differ for {len(times)} workers: a wait of {waits}")
-    took: dict[str, list[float]] = {name: [] for name in searches}
-    for _ in range(rounds):
-        for name, search in searches.items():
-            began = time.process_time()
-            search(times)
-            took[name].append(1e3 * (time.process_time() - began))
-    medians = {name: statistics.median(all_ms) for name, all_ms in took.items()}
+    ways = {name: partial(milliseconds, partial(search, times)) for name, search in searches.items()}
+    medians = {name: statistics.median(all_ms) for name, all_ms in in_turn(ways, rounds).items()}
     size = (times.shape[0], times.shape[1])
     opt_bs_ms = medians.get("opt_bs")
     ratio = None if opt_bs_ms is None else opt_bs_ms / medians["plan"]
@@ -83,7 +79,7 @@ def measure(searches: dict[str, Search], times: np.ndarray, rounds: int) -> Row:
 
 
 def compiled(compiler: str, folder: Path) -> Search:
-    """ZipLineOptBS, from its source."""
+    """Compiles ZipLineOptBS from its source."""
     source, library = folder / SOURCE, folder / "opt_bs.so"
     source.write_text(files("paceline.bench").joinpath(SOURCE).read_text())
     done = subprocess.run(

@@ -1,4 +1,4 @@
-// ZipLineOptBS as the paper describes it (002, 5.2 and 5.3.2), to measure paceline.zipline.plan against.
+// ZipLineOptBS as the paper describes it (Zhao et al. 2021, 5.2 and 5.3.2), to measure paceline.zipline.plan against.
 //
 // Omega: all ends of iterations as triples, sorted by time, then worker. Z: the latest of each worker, an array in that
 // order. Its oldest is dropped by moving the array's beginning (5.3.1, case i). Any other is found by a binary search

@@ -4,8 +4,8 @@ The same `Cluster`, from a text (`random-slowdown:factor=6`), a TOML file or a s
 virtual run and the sleeps injected into a live one.
 """
 
+from paceline.cluster.faults_and_links import Edge, Fault, FaultKind, Link, Resize
 from paceline.cluster.files import bundled, from_table, load, read, to_table
-from paceline.cluster.happenings import Edge, Fault, FaultKind, Link, Resize
 from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
 
 __all__ = [

@@ -44,16 +44,20 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from paceline.cluster import happenings
-from paceline.cluster.happenings import Edge, Fault, Link, Resize
+from paceline.cluster import faults_and_links
+from paceline.cluster.faults_and_links import Edge, Fault, Link, Resize
 from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
 from paceline.core import spec
 from paceline.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "scenarios"
 TABLES = ("slowdown", "link", "edge", "fault", "servers")
+READ_AS: tuple[tuple[str, str, type[Struct]], ...] = (
+    ("faults", "fault", Fault), ("resizes", "servers", Resize), ("links", "link", Link), ("edges", "edge", Edge),
+)  # fmt: skip
+"""The fields of a cluster that are lists of tables: (field, table, what each is read as)."""
 OF_ALL = tuple(field.name for field in spec.text_fields(Cluster))
-"""Keys that every model has: they say what the cluster is, not who is slower by how much."""
+"""The keys that every model has: they describe the cluster, not who is slower by how much."""
 
 
 class When(Struct, frozen=True):
@@ -65,12 +69,12 @@ class When(Struct, frozen=True):
 
 
 def bundled() -> dict[str, Path]:
-    """paceline's own scenarios, by short name."""
+    """Returns paceline's own scenarios by short name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def load(cluster: str | Cluster) -> Cluster:
-    """A cluster from its text form, a TOML file or a short name; a cluster object is returned as it is."""
+    """Reads a cluster from its text form, a TOML file or a short name; a cluster object is returned as it is."""
     if isinstance(cluster, Cluster):
         return cluster
     if not isinstance(cluster, str):
@@ -89,7 +93,7 @@ def load(cluster: str | Cluster) -> Cluster:
 
 
 def read(path: Path, changes: Mapping[str, str] | None = None) -> Cluster:
-    """A cluster from a TOML file."""
+    """Reads a cluster from a TOML file."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -105,31 +109,26 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Cluster:
 
 
 def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
-    """A cluster from a table as in a TOML file. Files it names are looked for in `folder`."""
+    """Makes a cluster from a table as in a TOML file. Files it names are looked for in `folder`."""
     rest = dict(table)
     lists = {name: _tables(rest.pop(name, []), name) for name in TABLES}
     model = _model(rest, folder)
-    return dataclasses.replace(
-        model,
-        faults=tuple(happenings.read(Fault, each, f"[[fault]] {n}") for n, each in enumerate(lists["fault"], 1)),
-        resizes=tuple(happenings.read(Resize, each, f"[[servers]] {n}") for n, each in enumerate(lists["servers"], 1)),
-        links=tuple(happenings.read(Link, each, f"[[link]] {n}") for n, each in enumerate(lists["link"], 1)),
-        edges=tuple(happenings.read(Edge, each, f"[[edge]] {n}") for n, each in enumerate(lists["edge"], 1)),
-        also=tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1)),
-    )
+    entries: dict[str, Any] = {
+        field: tuple(faults_and_links.read(kind, each, f"[[{name}]] {n}") for n, each in enumerate(lists[name], 1))
+        for field, name, kind in READ_AS
+    }
+    also = tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1))
+    return dataclasses.replace(model, also=also, **entries)
 
 
 def to_table(cluster: Cluster) -> dict[str, Any]:
-    """The table `from_table` reads: what a live run's processes are told."""
+    """Returns the table that `from_table` reads, to send it to the processes of a live run."""
     table: dict[str, Any] = {"model": cluster.name}
     for field in spec.text_fields(cluster):
         value = getattr(cluster, field.name)
         if value is not None:
             table[field.name] = list(value) if isinstance(value, tuple) else value
-    table["fault"] = [msgspec.to_builtins(fault) for fault in cluster.faults]
-    table["servers"] = [msgspec.to_builtins(resize) for resize in cluster.resizes]
-    table["link"] = [msgspec.to_builtins(link) for link in cluster.links]
-    table["edge"] = [msgspec.to_builtins(edge) for edge in cluster.edges]
+    table |= {name: list(msgspec.to_builtins(getattr(cluster, field))) for field, name, _ in READ_AS}
     table["slowdown"] = []
     for slowdown in cluster.also:
         when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
@@ -162,7 +161,7 @@ def _model(table: dict[str, Any], folder: Path | None) -> Cluster:
 def _slowdown(table: Mapping[str, Any], number: int, folder: Path | None) -> Slowdown:
     label = f"[[slowdown]] {number}"
     keys = When.__struct_fields__
-    when = happenings.read(When, {key: value for key, value in table.items() if key in keys}, label)
+    when = faults_and_links.read(When, {key: value for key, value in table.items() if key in keys}, label)
     useless = next((key for key in table if key in OF_ALL), None)
     if useless is not None:
         raise ConfigError(f"{label}: {useless} is of the whole scenario, write it above the tables")

@@ -16,8 +16,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.cluster.happenings import Edge, Fault, Link, Resize, check_fault, check_resize, check_workers
-from paceline.cluster.recorded import durations_in
+from paceline import user_code
+from paceline.cluster.faults_and_links import Edge, Fault, Link, Resize, check_fault, check_resize, check_workers
+from paceline.cluster.trace_durations import durations_in
 from paceline.core.spec import Spec, option, parameter
 from paceline.errors import ConfigError
 
@@ -51,33 +52,33 @@ class Cluster(Spec):
     )
     faults: tuple[Fault, ...] = dataclasses.field(default=(), kw_only=True)
     resizes: tuple[Resize, ...] = dataclasses.field(default=(), kw_only=True)
-    """How the number of servers changes (live)."""
+    """The changes of the number of servers (live)."""
     links: tuple[Link, ...] = dataclasses.field(default=(), kw_only=True)
-    """Workers whose own connection is worse than the servers'."""
+    """The connections of workers that are worse than the servers'."""
     edges: tuple[Edge, ...] = dataclasses.field(default=(), kw_only=True)
-    """Connections between two peers that are worse than the others (virtual, policies of peers)."""
+    """The connections between two peers that are worse than the others (virtual, policies of peers)."""
     also: tuple[Slowdown, ...] = dataclasses.field(default=(), kw_only=True)
-    """Further slowdowns; the factors multiply."""
+    """Further slowdowns, whose factors are multiplied."""
     source: str = dataclasses.field(default="", kw_only=True, compare=False, repr=False)
-    """Where it was read, in words, if in a file."""
+    """Where the scenario was read, in words, if it was in a file."""
 
     def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
-        """The slowdown factors of one worker, iteration after iteration."""
+        """Yields the slowdown factors of one worker, iteration after iteration."""
         while True:
             yield 1.0
 
     def undisturbed_s(self) -> float | None:
-        """Seconds one undisturbed iteration takes, if the scenario knows."""
+        """Returns the seconds of one undisturbed iteration, if the scenario knows them."""
         return self.compute_s
 
     def durations(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
-        """A function that gives how long the worker's next iteration takes."""
+        """Returns a function that gives how long the worker's next iteration takes."""
         slowdown, known = self.slowdowns(worker, workers, seed), self.undisturbed_s()
         compute_s = VIRTUAL_COMPUTE_S if known is None else known
         return lambda: compute_s * slowdown()
 
     def slowdowns(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
-        """A function that gives how many times slower the worker's next iteration is."""
+        """Returns a function that gives how many times slower the worker's next iteration is."""
         random = np.random.Generator(np.random.PCG64([seed, WORKER_STREAM, worker]))
         factors = self.factors(worker, workers, random)
         for index, slowdown in enumerate(self.also, 1):
@@ -86,11 +87,11 @@ class Cluster(Spec):
         return factors.__next__
 
     def link(self, worker: int) -> Link | None:
-        """The connection of this worker, if it has one of its own. The last that names it counts."""
+        """Returns the connection of this worker, if it has one of its own. The last that names it counts."""
         return next((link for link in reversed(self.links) if worker in link.workers), None)
 
     def validate(self, workers: int) -> None:
-        """Raise `ConfigError` if a fault, a link or a slowdown names a worker that cannot be."""
+        """Raises `ConfigError` if a fault, a link or a slowdown names a worker that cannot be."""
         for fault in self.faults:
             check_fault(fault, workers)
         for resize in self.resizes:
@@ -109,14 +110,14 @@ class Cluster(Spec):
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A model for some workers and some iterations only."""
+    """A model that holds for some workers and some iterations only."""
 
     model: Cluster
     workers: tuple[int, ...] | None = None
-    """Whom it slows down; everybody if none."""
+    """The workers that it slows down; all if there are none."""
     from_iteration: int = 0
     until_iteration: int | None = None
-    """The first iteration that is undisturbed again; never if none."""
+    """The first iteration that is undisturbed again; never if None."""
 
     def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
         concerned = self.workers is None or worker in self.workers
@@ -164,7 +165,7 @@ class OneSlow(Cluster):
 
 @dataclass(frozen=True)
 class RandomSlowdown(Cluster):
-    """Each iteration of each worker is `factor` times slower with some probability (Hop, 003, 7.3.1)."""
+    """Each iteration of each worker is `factor` times slower with some probability (Hop, Luo et al. 2019, 7.3.1)."""
 
     name: ClassVar[str] = "random-slowdown"
     factor: float = parameter(6.0, low=0, doc="how many times slower a slow iteration is")
@@ -220,10 +221,14 @@ class Bursts(Cluster):
 
 @dataclass(frozen=True)
 class Replay(Cluster):
-    """What was recorded: each iteration takes as long as it took in a run's trace, over and over."""
+    """Each iteration takes as long as it took in a run's trace, over and over."""
 
     name: ClassVar[str] = "replay"
     file: str | None = parameter(None, doc="a trace.jsonl, or the folder of a run that has one")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        user_code.refuse_if_remote(self.file, "trace to replay")  # it is read when the run has begun
 
     def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
         recorded = durations_in(self.file)
@@ -232,7 +237,7 @@ class Replay(Cluster):
         yield from (seconds / median for seconds in cycle(mine))
 
     def undisturbed_s(self) -> float:
-        """The median of all that was recorded, unless `compute_s` says otherwise: then all is scaled to it."""
+        """Returns the median of all recorded durations, or `compute_s`, to which all are then scaled."""
         return self._median() if self.compute_s is None else self.compute_s
 
     def _median(self) -> float:

@@ -1,33 +1,24 @@
-"""`paceline bench`: exchange and straggler, beside what you would pick instead; safety, what it costs."""
+"""`paceline bench`, live: exchange, straggler and peers beside what you would pick instead; safety, what it costs."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from paceline.api import check_count
-from paceline.bench import exchange, safety, straggler, tcp_exchange
-from paceline.commands.options import File, Outputs
-from paceline.commands.screen import console
+from paceline.bench import exchange, peer_exchange, safety, straggler, tcp_exchange
+from paceline.commands.benchmark import Benchmark, print_rows
+from paceline.commands.tables import print_table
+from paceline.commands.terminal import print_plain
 from paceline.errors import ConfigError
-from paceline.run import write_whole
-from paceline.tensors import passes
-
-
-def _say(line: str) -> None:
-    console.print(line, soft_wrap=True)
+from paceline.tensors import fused_kernels
 
 
 @dataclass(kw_only=True)
-class BenchExchange:
+class BenchExchange(Benchmark):
     """Push a gradient, get parameters back: paceline, DDP over Gloo, torch RPC, and Ray if it is installed.
 
     paceline bench exchange --params 100000 1000000 10000000 --json exchange.json
+    paceline bench exchange --optimizer adamw
     paceline bench exchange --transport tcp     # as between hosts: torch RPC and Ray held to TCP too
     """
 
@@ -37,50 +28,44 @@ class BenchExchange:
     """How many workers push."""
     rounds: int = 5
     """Interleaved rounds; the median counts."""
+    optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
+    """What steps the parameters, everywhere; torch's fused implementation where torch steps them."""
     transport: Literal["shm", "tcp"] = "shm"
     """Through shared memory, or over TCP on the loopback: as floats are, with keys (CURVE), and as bfloat16."""
-    json: File = None
-    """Write the results as JSON to this file."""
 
-    def main(self) -> int:
-        Outputs(json=self.json).check()
-        for name, value in (("workers", self.workers), ("rounds", self.rounds), *(("params", p) for p in self.params)):
-            check_count(name, value)
+    def measure(self) -> dict[str, Any]:
         over = exchange if self.transport == "shm" else tcp_exchange
-        rows = over.run(list(self.params), self.workers, self.rounds, _say)
-        console.print(self._table(rows))
+        rows = over.run(list(self.params), self.workers, self.rounds, self.optimizer, print_plain)
+        ends = ("unit", "memory") if self.transport == "shm" else ("wire", "keys")
+        print_table(
+            f"exchange, {self.optimizer}, {self.workers} workers, 1 server, {self.transport}",
+            ("mode", "params", "paceline", "floor", "peers", "ratio", *ends),
+            [self._cells(row) for row in rows],
+            text=("mode", "peers", "unit", "wire"),
+        )
         for line in (*tcp_exchange.cost_of_keys(rows), *exchange.without_a_lock(rows)):
-            _say(line)
-        if not passes.are_compiled():
-            _say(passes.NOT_COMPILED)
-        if self.json is not None:
-            data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
-            _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
-        return 0
+            print_plain(line)
+        if not fused_kernels.are_compiled():
+            print_plain(fused_kernels.NOT_COMPILED)
+        return {"rows": rows}
 
-    def _table(self, rows: list[exchange.Row]) -> Table:
-        title = f"exchange, {self.workers} workers, 1 server, {self.transport}"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-        over_tcp = self.transport == "tcp"
-        ends = ("wire", "keys") if over_tcp else ("unit", "memory")
-        for heading in ("mode", "params", "paceline", "floor", "peers", "ratio", *ends):
-            text = heading in ("mode", "peers", "unit", "wire")
-            table.add_column(heading, justify="left" if text else "right", no_wrap=True)
-        for row in rows:
-            others = ", ".join(f"{name} {_figure(value)}" for name, value in row.peers.items())
-            last = (row.wire, "yes" if row.keys else "no") if over_tcp else (row.unit, f"{row.shared_floats:.1f} P")
-            figures = (_figure(row.paceline), _figure(row.floor), others, f"{row.ratio:.2f}x")
-            table.add_row(row.mode, f"{row.params:.0e}", *figures, *last)
-        return table
+    def _cells(self, row: exchange.Row) -> tuple[str, ...]:
+        others = ", ".join(f"{name} {_figure(value)}" for name, value in row.peers.items())
+        figures = (_figure(row.paceline), _figure(row.floor), others, f"{row.ratio:.2f}x")
+        if row.shared_floats is None:
+            ends = (row.wire, "yes" if row.keys else "no")
+        else:
+            ends = (row.unit, f"{row.shared_floats:.1f} P")
+        return (row.mode, f"{row.params:.0e}", *figures, *ends)
 
 
 def _figure(value: float) -> str:
-    """Three digits, and whole numbers as they are."""
+    """Writes three digits, and whole numbers as they are."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @dataclass(kw_only=True)
-class BenchStraggler:
+class BenchStraggler(Benchmark):
     """Time to an accuracy under stragglers: paceline's policies, DDP and periodic model averaging over Gloo.
 
     paceline bench straggler --workers 8 --json straggler.json
@@ -97,39 +82,21 @@ class BenchStraggler:
     rounds: int = 3
     """Rounds with different seeds; the median counts."""
     seed: int = 0
-    """Of the first round."""
-    json: File = None
-    """Write the results as JSON to this file."""
+    """The seed of the first round."""
 
-    def main(self) -> int:
-        Outputs(json=self.json).check()
-        check_count("workers", self.workers)
-        check_count("rounds", self.rounds)
+    def measure(self) -> dict[str, Any]:
         setting = straggler.Setting(self.workers, self.cluster, self.target, self.lr, self.seed)
-        rows, ratio = straggler.run(setting, self.rounds, _say)
-        table = Table(
-            title=f"time to {self.target}, {self.workers} workers",
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            padding=(0, 0),
-        )
-        for heading in ("name", "time to target", "iterations"):
-            table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
-        for row in rows:
-            took = "missed" if row.time_to_target_s is None else f"{row.time_to_target_s:.1f} s"
-            table.add_row(row.name, took, f"{row.iterations:g}")
-        console.print(table)
+        rows, ratio = straggler.run(setting, self.rounds, print_plain)
+        columns = {"name": "{0.name}", "time to target": "{0.took}", "iterations": "{0.iterations:g}"}
+        print_rows(f"time to {self.target}, {self.workers} workers", columns, rows, text=("name",))
         for peer, value in ratio.items():
             if value is not None:
-                _say(f"the best policy is {value:.2f}x sooner than {peer}")
-        if self.json is not None:
-            data = json.dumps({"rows": [asdict(row) for row in rows], "ratio": ratio}, indent=2)
-            _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
-        return 0
+                print_plain(f"the best policy is {value:.2f}x sooner than {peer}")
+        return {"rows": rows, "ratio": ratio}
 
 
 @dataclass(kw_only=True)
-class BenchSafety:
+class BenchSafety(Benchmark):
     """What acknowledgements, deduplication, finite checks and the trace cost in a run without faults.
 
     paceline bench safety --params 1000000 --iteration-ms 20
@@ -140,25 +107,45 @@ class BenchSafety:
     iteration_ms: float = 20.0
     """How long a worker computes."""
     iterations: int = 200
-    """Of each of 4 workers."""
-    json: File = None
-    """Write the results as JSON to this file."""
+    """Iterations of each of 4 workers."""
 
-    def main(self) -> int:
-        Outputs(json=self.json).check()
-        check_count("params", self.params)
-        check_count("iterations", self.iterations)
+    def measure(self) -> dict[str, Any]:
         if not 0 < self.iteration_ms < float("inf"):
             raise ConfigError(f"iteration-ms={self.iteration_ms:g} is out of range: more than 0")
         rows = safety.run(self.params, self.iteration_ms / 1000, self.iterations)
+        columns = {
+            "part": "{0.part}", "worker": "{0.worker_us:.0f} us", "server": "{0.server_us:.0f} us",
+            "of the iteration": "{0.share:.2%}",
+        }  # fmt: skip
         title = f"CPU time a push, {self.params:,} parameters, {self.iteration_ms:g} ms of computing"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-        for heading in ("part", "worker", "server", "of the iteration"):
-            table.add_column(heading, justify="left" if heading == "part" else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(row.part, f"{row.worker_us:.0f} us", f"{row.server_us:.0f} us", f"{row.share:.2%}")
-        console.print(table)
-        if self.json is not None:
-            data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
-            _say(f"wrote {write_whole(Path(self.json), data.encode() + bytes([10]))}")
-        return 0
+        print_rows(title, columns, rows, text=("part",))
+        return {"rows": rows}
+
+
+@dataclass(kw_only=True)
+class BenchPeers(Benchmark):
+    """Send parameters to two neighbours, average theirs in: paceline's peers, and a send/recv ring over Gloo.
+
+    paceline bench peers --params 1000000 --json peers.json
+    """
+
+    LEAST: ClassVar = {"peers": 3}
+
+    params: tuple[int, ...] = (1_000_000,)
+    """Sizes of the model, in float32."""
+    peers: int = 4
+    """How many peers are in the ring."""
+    max_gap: int = 2
+    """How far ahead of a neighbour a peer may be: what memory is allowed depends on it."""
+    rounds: int = 5
+    """Interleaved rounds; the median counts."""
+
+    def measure(self) -> dict[str, Any]:
+        rows = peer_exchange.run(list(self.params), self.peers, self.max_gap, self.rounds, print_plain)
+        columns = {
+            "params": "{0.params:.0e}", "paceline": "{0.paceline_ms:.3g} ms", "Gloo": "{0.gloo_ms:.3g} ms",
+            "ratio": "{0.ratio:.2f}x", "of CPU": "{0.paceline_cpu_ms:.3g} ms", "Gloo's": "{0.gloo_cpu_ms:.3g} ms",
+            "CPU ratio": "{0.cpu_ratio:.2f}x", "memory": "{0.memory_floats:.1f} P", "allowed": "{0.allowed_floats} P",
+        }  # fmt: skip
+        print_rows(f"exchange with two neighbours and average, {self.peers} peers in a ring", columns, rows)
+        return {"rows": rows}

@@ -17,14 +17,15 @@ from rich.text import Text
 from paceline import __version__
 from paceline.cluster import CATALOGUE as MODELS
 from paceline.cluster import Cluster, bundled
-from paceline.commands.screen import console
+from paceline.commands.terminal import console
 from paceline.core.spec import describe_range, text_fields, write_value
 from paceline.policies import CATALOGUE
-from paceline.runtime.live import memory
-from paceline.tensors import passes
+from paceline.runtime.live.messaging import checksum
+from paceline.runtime.live.storage import shared_memory
+from paceline.tensors import fused_kernels
 from paceline.workloads import CATALOGUE as WORKLOADS
+from paceline.workloads.data_files import find, folders
 from paceline.workloads.fashion import ADVICE, FOLDER
-from paceline.workloads.files import find, folders
 
 COMBINED = [
     (
@@ -90,21 +91,25 @@ class Doctor:
         return 0
 
     def rows(self) -> list[tuple[str, str]]:
-        shared = shutil.disk_usage(memory.base_folder())
+        shared = shutil.disk_usage(shared_memory.base_folder())
         rows = [("paceline", __version__), ("python", platform.python_version()), ("system", platform.platform())]
         for package in ("torch", "numpy", "msgspec", "safetensors", "tyro", "rich", "networkx", "pyzmq"):
             rows.append((package, importlib.metadata.version(package)))
         digits = importlib.util.find_spec("sklearn") is not None
         fashion = find("train-images-idx3-ubyte", folders(FOLDER)) is not None
-        left = memory.stale()
+        left = shared_memory.stale()
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         rows += [
             ("cores", str(os.cpu_count())),
             ("gpus", str(gpus) if gpus else "none (everything works on the CPU)"),
-            ("shared memory", f"{memory.base_folder()}, {shared.free / 1e9:.1f} of {shared.total / 1e9:.1f} GB free"),
+            (
+                "shared memory",
+                f"{shared_memory.base_folder()}, {shared.free / 1e9:.1f} of {shared.total / 1e9:.1f} GB free",
+            ),
             ("virtual runs", "yes"),
             ("live runs", "yes" if hasattr(os, "pidfd_open") else "no: they need Linux 5.3 or newer (pidfd)"),
-            ("loops in C", "yes" if passes.are_compiled() else f"no: {passes.NOT_COMPILED}"),
+            ("loops in C", "yes" if fused_kernels.are_compiled() else f"no: {fused_kernels.NOT_COMPILED}"),
+            ("checksums in C", "yes" if checksum.are_fast() else "no: messages without keys (--insecure) cost more"),
             ("runs on ray", "yes" if importlib.util.find_spec("ray") else "no: pip install 'paceline[ray]'"),
             ("fashion data", "yes" if fashion else f"no: {ADVICE}"),
             ("digits data", "yes" if digits else "no: pip install 'paceline[data]'"),

@@ -11,7 +11,15 @@ import tyro
 from paceline import policies
 from paceline.api import Job, check_servers_used, simulate_job, train_job_live
 from paceline.commands.options import Flag, Training
-from paceline.commands.screen import Watching, console, show_table, size_of, tell_evaluated, tell_result, tell_slices
+from paceline.commands.terminal import (
+    ProgressDisplay,
+    console,
+    print_evaluated,
+    print_result,
+    print_slices,
+    show_table,
+    size_of,
+)
 from paceline.errors import ConfigError
 from paceline.run import Run
 
@@ -38,10 +46,10 @@ class Compare(Training):
         runs = [_do(job, train) for job in jobs]
         where = "live, in real processes" if self.live else "in virtual time"
         show_table(runs, f"{jobs[0].workload.name}, {_size(jobs)}, {where}")
-        tell_slices(runs)
-        tell_evaluated(runs)
-        _tell_data(jobs[0])
-        _tell_layers(runs)
+        print_slices(runs)
+        print_evaluated(runs)
+        _print_data(jobs[0])
+        _print_layers(runs)
         for path in self.save(runs, jobs[0].config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -63,10 +71,10 @@ class Simulate(Training):
         job = Job(policy=self.policy, **self.arguments())
         run = _do(job, simulate_job)
         show_table([run], f"{job.workload.name}, {_size([job])}, in virtual time")
-        tell_slices([run])
-        tell_evaluated([run])
-        _tell_data(job)
-        _tell_layers([run])
+        print_slices([run])
+        print_evaluated([run])
+        _print_data(job)
+        _print_layers([run])
         for path in self.save([run], job.config()):
             console.print(f"wrote {path}", soft_wrap=True)
         return 0
@@ -75,25 +83,25 @@ class Simulate(Training):
 def _do(job: Job, train: Callable[..., Run]) -> Run:
     for warning in job.warnings if train is simulate_job else ():  # a live run says it by itself
         console.print(f"warning: {warning}", soft_wrap=True)
-    with Watching(str(job.policy), job.target) as watch:
+    with ProgressDisplay(str(job.policy), job.target) as watch:
         run = train(job, watch=watch)
-    tell_result(run)
+    print_result(run)
     return run
 
 
 def _size(jobs: list[Job]) -> str:
-    """How many take part. Where some policies have servers and some have none, workers are peers under these."""
+    """Returns how many take part. If some policies have servers and some have none, workers are peers under these."""
     return size_of(max((job.members for job in jobs), key=lambda members: members.servers))
 
 
-def _tell_layers(runs: list[Run]) -> None:
-    """Staleness layer by layer, as 004's Table 1, bottom first."""
+def _print_layers(runs: list[Run]) -> None:
+    """Prints staleness layer by layer, as in Table 1 of Chen et al. 2016, bottom first."""
     for run in runs:
         for layer, numbers in run.staleness_by_layer().items():
             line = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
             console.print(f"{run.policy}, staleness of layer {layer}: {line}", soft_wrap=True)
 
 
-def _tell_data(job: Job) -> None:
+def _print_data(job: Job) -> None:
     if job.workload.data:
         console.print(f"data: {job.workload.data}", soft_wrap=True)

@@ -12,7 +12,7 @@ import tyro
 from paceline import graphs
 from paceline.api import check_count
 from paceline.commands.options import File, Maybe, check_file
-from paceline.commands.screen import console, count
+from paceline.commands.terminal import console, count
 from paceline.core.topology import UNIFORM, distances, neighbours, sides, unevenness
 from paceline.errors import ConfigError
 from paceline.graphs.drawing import as_svg, in_terminal
@@ -73,7 +73,7 @@ class Graph:
 
 
 def placement(text: str | None) -> tuple[int, ...] | None:
-    """'4:2:2' -> (4, 2, 2)."""
+    """Reads '4:2:2' as (4, 2, 2)."""
     if text is None:
         return None
     sizes = text.split(":")

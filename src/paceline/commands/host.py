@@ -2,7 +2,7 @@
 
     torchrun --nnodes 3 --nproc-per-node 1 -m paceline host --workers 4 train.py
 
-Scripts that a launcher starts directly take the same options from the environment (`launched.py`).
+Scripts that a launcher starts directly take the same options from the environment (`launcher_processes.py`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline import rundir
+from paceline import private_files, run_folder
 from paceline.api import check_count
-from paceline.commands.hosts import read_ports, warn_insecure
 from paceline.commands.options import Flag, Maybe
-from paceline.commands.run import Live, check_script
-from paceline.commands.screen import console
-from paceline.errors import ConfigError, PacelineError
+from paceline.commands.run import Live, Start, check_script
+from paceline.commands.serve_join import read_ports, warn_insecure
+from paceline.commands.terminal import console, print_plain
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.across.rendezvous import Place
-    from paceline.runtime.live.driver.hosts import Hosts
-    from paceline.runtime.live.driver.launch import LivePlan
+    from paceline.runtime.live.driver.driver import RunPlan
+    from paceline.runtime.live.driver.run_plan import OpenRun
+    from paceline.runtime.live.launchers.launcher_environment import Place
 
 GRACE_S = 6.0
 """How long a run whose launcher ends it may take for its last checkpoint, and an agent to hear that it is over."""
@@ -61,12 +61,12 @@ class Host(Live):
     insecure: Flag = False
     """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
 
-    def main(self, script: list[str], resume: Path | None = None) -> int:
+    def main(self, script: list[str], start: Start | None = None) -> int:
         """The node's agent, and beside rank 0 the driver."""
-        from paceline.commands.launched import Part
-        from paceline.runtime.live.across.beside import DRIVE, start_child
-        from paceline.runtime.live.across.rendezvous import read_place
-        from paceline.runtime.live.process import die_with
+        from paceline.commands.launcher_processes import NodeAgent
+        from paceline.runtime.live.launchers.launcher_environment import read_place
+        from paceline.runtime.live.launchers.launcher_worker import DRIVE, start_child
+        from paceline.runtime.live.system.process_setup import die_with
 
         place = read_place(os.environ)
         if place is None:
@@ -78,53 +78,52 @@ class Host(Live):
         driver = None
         if place.rank == 0:
             driver = start_child(DRIVE, [f"--host={json.dumps(asdict(self))}", *script], own_session=True)
-        part = Part(self, place, place.rank, place.size, driver)
+        agent = NodeAgent(self, place, place.rank, place.size, driver)
         try:
-            code = part.start_workers(script)
+            code = agent.start_workers(script)
         except BaseException:
-            part.end_driver()
+            agent.end_driver()
             raise
-        return max(code, part.await_driver())
+        return max(code, agent.await_driver())
 
     # As the driver of a run.
 
     def drive(self, script: list[str], place: Place, agents: int, workers: int) -> int:
         """Do the run; `workers` in all come with so many agents."""
-        from paceline.runtime.live.across.rendezvous import Board, DriverThere
+        from paceline.runtime.live.launchers.rendezvous import DriverThere, RendezvousStore
 
         self.place, self.agents, self.workers = place, agents, workers
-        self.board = Board(place, make=True)
+        self.store = RendezvousStore(place, make=True)
         try:
             return self.run(script, self.before(script[0]))
         except ConfigError as error:
-            self.board.put("driver", DriverThere(failed=str(error)))
+            self.store.put("driver", DriverThere(failed=str(error)))
             raise
 
-    def before(self, script: str) -> Path | None:
-        """The folder of the run, if the launcher has started it before and there is a checkpoint to go on from."""
-        from paceline.runtime.live import checkpoint
-        from paceline.runtime.live.across.rendezvous import FolderThere
-        from paceline.runtime.live.driver.lasting import salvage
+    def before(self, script: str) -> Start | None:
+        """The run's folder and checkpoint, if the launcher has started it before and there is one to go on from."""
+        from paceline.runtime.live.driver.durability import find_start
+        from paceline.runtime.live.launchers.rendezvous import FolderThere
 
         self.folder: Path | None = None
         if not self.place.attempt:
             return None
-        noted = self.board.read("folder", FolderThere, lasting=True)
-        folder = Path(noted.path) if noted is not None else self.usual_folder(script)
-        if folder is None or not (folder / rundir.CONFIG).exists():
+        noted = self.store.read("folder", FolderThere, keep_over_attempts=True)
+        folder = self.usual_folder(script)
+        if noted is not None and self.dir is None and Path(noted.path).parent == Path("runs").resolve():
+            folder = Path(noted.path)  # anybody may write to the store: it chooses among the runs here, no more
+        if folder is None or not (folder / run_folder.CONFIG).exists():
             return None
         self.folder = folder
         self.lock(folder)
-        salvage(folder)
-        try:
-            path, _ = checkpoint.latest(folder / checkpoint.FOLDER)
-        except PacelineError:
+        path = find_start(folder, self.durable or self.durable_fsync, None, print_plain)
+        if path is None:
             return None
         console.print(f"attempt {self.place.attempt + 1}: going on from {path}", soft_wrap=True)
-        return folder
+        return Start(folder, from_checkpoint=int(path.name))
 
     def usual_folder(self, script: str) -> Path | None:
-        """Where this run is, if that can be told without having been noted."""
+        """Returns where this run is, if that is known without a note in the launcher's store."""
         if self.dir is not None:
             return Path(self.dir)
         if self.place.launcher == "Slurm":
@@ -132,18 +131,18 @@ class Host(Live):
         return None
 
     def make_folder(self, script: str) -> Path:
-        from paceline.runtime.live.across.rendezvous import FolderThere
+        from paceline.runtime.live.launchers.rendezvous import FolderThere
 
         if self.folder is not None:
             return self.folder  # it was begun, and has no checkpoint
         usual = self.usual_folder(script)
         if self.dir is None and usual is not None and not usual.exists():
-            usual.mkdir(parents=True)
+            private_files.make_folder(usual)
             folder = usual
         else:
             folder = super().make_folder(script)
         self.lock(folder)
-        self.board.put("folder", FolderThere(str(folder.resolve())), lasting=True)
+        self.store.put("folder", FolderThere(str(folder.resolve())), keep_over_attempts=True)
         return folder
 
     def lock(self, folder: Path) -> None:
@@ -161,10 +160,10 @@ class Host(Live):
             except OSError:
                 return  # a file system without locks
 
-    def plan(self, script: list[str]) -> LivePlan:
-        from paceline.runtime.live.across.far import make_keys
-        from paceline.runtime.live.configuration import Abroad
-        from paceline.runtime.live.driver.hosts import Meeting
+    def plan(self, script: list[str]) -> RunPlan:
+        from paceline.runtime.live.driver.remote_hosts import Meeting
+        from paceline.runtime.live.messaging.remote_links import make_keys
+        from paceline.runtime.live.protocol.configuration import MultihostOptions
 
         check_options(self)
         host, here = self.addresses(self.place)
@@ -177,30 +176,31 @@ class Host(Live):
         return replace(
             plan,
             meeting=Meeting(host, first, advertise, keys, spread=self.spread_servers),
-            abroad=Abroad(host, advertise, (min(first + 1, last), last), not self.insecure, self.wire),
+            multihost=MultihostOptions(host, advertise, (min(first + 1, last), last), not self.insecure, self.wire),
             opened=self.meet,
             care=replace(plan.care, grace_s=GRACE_S),
         )
 
-    def meet(self, hosts: Hosts) -> None:
+    def meet(self, run: OpenRun) -> None:
         """Learn who will come, then say where to."""
-        from paceline.runtime.live.across.rendezvous import AgentThere, DriverThere
+        from paceline.runtime.live.launchers.rendezvous import AgentThere, DriverThere
 
         def still() -> None:
-            if hosts.driver.interrupts:
+            if run.interrupts:
                 raise KeyboardInterrupt
 
+        hosts = run.hosts
         for number in range(self.agents):
             missing = f"still waiting for node {number} of {self.agents}"
-            agent = self.board.wait_for(f"agent-{number}", AgentThere, still, partial(console.print, missing))
+            agent = self.store.wait_for(f"agent-{number}", AgentThere, still, partial(console.print, missing))
             if agent.key:
                 hosts.enrol(agent.key, agent.token)
         keys = hosts.meeting.keys
-        self.board.put("driver", DriverThere(hosts.address, keys.public if keys is not None else ""))
+        self.store.put("driver", DriverThere(hosts.address, keys.public if keys is not None else ""))
 
     def addresses(self, place: Place) -> tuple[str, str]:
-        """Where to listen on this node, and the address the others reach it by."""
-        from paceline.runtime.live.across.addresses import address_of, address_towards
+        """Returns where to listen on this node, and the address the others reach it by."""
+        from paceline.runtime.live.messaging.addresses import address_of, address_towards
 
         if self.interface is not None:
             address = address_of(self.interface)
@@ -211,8 +211,8 @@ class Host(Live):
 
 
 def check_options(host: Host) -> None:
-    from paceline.runtime.live.across.addresses import address_of
-    from paceline.tensors.halves import check_wire
+    from paceline.runtime.live.messaging.addresses import address_of
+    from paceline.tensors.wire_precision import check_wire
 
     check_wire(host.wire)
     first, last = read_ports(host.ports)

@@ -11,24 +11,26 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.commands.screen import console, count
+from paceline.commands.terminal import console, count, described, errors
 from paceline.run import Point, Target
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.driver.launch import Driver
+    from paceline.runtime.live.driver.assembly import Parts
 
 PLAIN_EVERY_S = 5.0
 
 
 class LiveTable:
-    """`with LiveTable(...) as table: table.driver = driver; driver.run()`."""
+    """Shows a live run: `with LiveTable(...) as table: table.parts = driver.parts; driver.run()`."""
 
     def __init__(self, label: str, target: Target | None) -> None:
         self.label = label
         self.target = target
-        self.driver: Driver | None = None
-        self.last: Point | None = None
-        self.began = self.told = time.monotonic()
+        self.parts: Parts | None = None
+        self.updates = 0
+        self.values: dict[str, float] = {}
+        """The last value of each metric."""
+        self.told = time.monotonic()
         self.seen: dict[int, tuple[float, int]] = {}
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
 
@@ -46,33 +48,38 @@ class LiveTable:
     def say(self, line: str) -> None:
         console.print(line, soft_wrap=True)
 
+    def say_error(self, line: str) -> None:
+        """Say what a worker has written to stderr. Where the live table is, both are one."""
+        (console if console.is_terminal else errors).print(line, soft_wrap=True)
+
     def watch(self, point: Point) -> None:
-        self.last = point
+        self.updates = point.updates
+        self.values.update(point.values)
         if not console.is_terminal and time.monotonic() - self.told >= PLAIN_EVERY_S:
             self.told = time.monotonic()
             console.print(self.headline(), soft_wrap=True)
 
     def headline(self) -> str:
-        parts = [f"{self.label}: {time.monotonic() - self.began:.0f} s"]
-        if self.driver is not None and self.driver.changes:
-            parts.append(count(self.driver.servers.count, "server"))
-        if self.last is not None:
-            parts.append(f"{self.last.updates} updates")
-            if self.last.loss is not None:
-                parts.append(f"loss {self.last.loss:.4f}")
-            if self.last.accuracy is not None:
-                parts.append(f"accuracy {self.last.accuracy:.3f}")
+        run = self.parts
+        if run is None or not run.state.begun:
+            return f"{self.label}: starting"
+        parts = [f"{self.label}: {run.state.now():.0f} s"]
+        if run.resizing.changes:
+            parts.append(count(run.servers.count, "server"))
+        if self.values:
+            parts += [count(self.updates, "update"), *described(self.values)]
         if self.target is not None:
             parts.append(f"target {self.target}")
         return ", ".join(parts)
 
     def render(self) -> Table:
         table = Table(title=self.headline(), title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
-        peers = self.driver is not None and self.driver.peers.active
-        for heading in ("peer" if peers else "worker", "iteration", "steps/s" if peers else "pushes/s", "staleness"):
+        peers = self.parts is not None and self.parts.state.without_servers
+        rates = ("steps/s", "iterations stale") if peers else ("pushes/s", "updates stale")
+        for heading in ("peer" if peers else "worker", "iteration", *rates):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("doing", overflow="ellipsis", no_wrap=True)
-        for rank, status in sorted(self.driver.watchman.status.items() if self.driver is not None else ()):
+        for rank, status in sorted(self.parts.health.status.items() if self.parts is not None else ()):
             doing = Text(f"waits: {status.waits}", style="yellow") if status.waits else Text("computes")
             table.add_row(str(rank), str(status.pushed), f"{self.rate(rank, status.pushed):.1f}",
                           str(status.staleness), doing)  # fmt: skip
@@ -81,7 +88,7 @@ class LiveTable:
         return table
 
     def rate(self, rank: int, pushed: int) -> float:
-        """Pushes a second since the worker was first seen."""
+        """Returns the pushes a second since the worker was first seen."""
         first, then = self.seen.setdefault(rank, (time.monotonic(), pushed))
         elapsed = time.monotonic() - first
         return (pushed - then) / elapsed if elapsed > 0 else 0.0

@@ -12,12 +12,12 @@ from paceline.commands.options import Folder, Maybe
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.across.on_ray import Errand, Wanted
-    from paceline.runtime.live.driver.launch import LivePlan
+    from paceline.runtime.live.driver.driver import RunPlan
+    from paceline.runtime.live.launchers.ray_cluster import Wanted, WorkerScript
 
 INSTALL = "ray is not installed: pip install 'paceline[ray]'"
 CHECKPOINT_S = 10.0
-"""How often a run on Ray is checkpointed if nobody says: a server that is lost goes on from the last one."""
+"""A run on Ray is checkpointed this often if nothing else is said: a server that is lost goes on from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class RayOptions:
     cpus_per_worker: float = 1.0
     """What Ray sets aside for each worker. It may be a fraction: Ray counts, it does not enforce."""
     gpus_per_worker: float = 0.0
-    """The same of GPUs; the script sees its own in CUDA_VISIBLE_DEVICES."""
+    """What Ray sets aside for each worker of GPUs; the script sees its own in CUDA_VISIBLE_DEVICES."""
     cpus_per_server: float = 1.0
-    """The same for each server."""
+    """What Ray sets aside for each server."""
     placement: Literal["spread", "pack"] = "spread"
     """spread: over as many nodes as there are; pack: on as few as possible."""
     place_timeout_s: float = 60.0
@@ -56,8 +56,8 @@ class RayOptions:
             if value <= 0:
                 raise ConfigError(f"{name}={value:g} is out of range: more than 0")
 
-    def wanted(self, plan: LivePlan) -> Wanted:
-        from paceline.runtime.live.across.on_ray import Wanted
+    def wanted(self, plan: RunPlan) -> Wanted:
+        from paceline.runtime.live.launchers.ray_cluster import Wanted
 
         worker = {"CPU": self.cpus_per_worker}
         if self.gpus_per_worker:
@@ -65,13 +65,13 @@ class RayOptions:
         server = {"CPU": self.cpus_per_server}
         return Wanted(plan.members, worker, server, self.placement.upper(), self.place_timeout_s)
 
-    def errand(self, script: list[str]) -> Errand:
-        """The script, as it is found on the nodes."""
-        from paceline.runtime.live.across.on_ray import Errand
+    def worker_script(self, script: list[str]) -> WorkerScript:
+        """Returns the script as it is found on the nodes."""
+        from paceline.runtime.live.launchers.ray_cluster import WorkerScript
 
         path = Path(script[0]).resolve()
         if self.working_dir is None:
-            return Errand(str(path), tuple(script[1:]), str(Path.cwd()))
+            return WorkerScript(str(path), tuple(script[1:]), str(Path.cwd()))
         folder = Path(self.working_dir).resolve()
         if not folder.is_dir():
             raise ConfigError(f"--working-dir {self.working_dir} is no folder")
@@ -79,30 +79,31 @@ class RayOptions:
             raise ConfigError(
                 f"the script {script[0]} is not in --working-dir {self.working_dir}, which is what nodes get"
             )
-        return Errand(str(path.relative_to(folder)), tuple(script[1:]), "")
+        return WorkerScript(str(path.relative_to(folder)), tuple(script[1:]), "")
 
 
 @contextmanager
-def placed(plan: LivePlan, options: RayOptions, script: list[str]) -> Iterator[LivePlan]:
-    """The plan with its processes on a Ray cluster, for as long as it lasts."""
-    from paceline.commands.hosts import read_ports
-    from paceline.runtime.live.across.addresses import EVERYWHERE
-    from paceline.runtime.live.across.far import make_keys
-    from paceline.runtime.live.configuration import Abroad
-    from paceline.runtime.live.driver.hosts import Meeting
-    from paceline.tensors.halves import check_wire
+def placed(plan: RunPlan, options: RayOptions, script: list[str]) -> Iterator[RunPlan]:
+    """Yields the plan with its processes on a Ray cluster, for as long as it lasts."""
+    from paceline.commands.serve_join import read_ports
+    from paceline.runtime.live.driver.remote_hosts import Meeting
+    from paceline.runtime.live.messaging.addresses import EVERYWHERE
+    from paceline.runtime.live.messaging.remote_links import make_keys
+    from paceline.runtime.live.protocol.configuration import MultihostOptions
+    from paceline.tensors.wire_precision import check_wire
 
     options.check()
     check_wire(options.wire)
-    abroad = Abroad(EVERYWHERE, "", read_ports(options.ports), True, options.wire)
+    multihost = MultihostOptions(EVERYWHERE, "", read_ports(options.ports), True, options.wire)
     try:
-        from paceline.runtime.live.across.on_ray import OnRay, own_address
+        from paceline.runtime.live.launchers.ray_cluster import OnRay, own_address
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise ConfigError(INSTALL) from None
     folder = options.working_dir
-    with OnRay(options.wanted(plan), options.errand(script), options.ray_address, folder) as on_ray:
+    worker_script = replace(options.worker_script(script), policy=str(plan.policy) if plan.policy is not None else None)
+    with OnRay(options.wanted(plan), worker_script, options.ray_address, folder) as on_ray:
         away_s = options.place_timeout_s
         meeting = Meeting(EVERYWHERE, 0, own_address(), make_keys(), spread=True, away_s=away_s)
-        yield replace(plan, meeting=meeting, abroad=abroad, opened=on_ray.opened, tick=on_ray.tick)
+        yield replace(plan, meeting=meeting, multihost=multihost, opened=on_ray.opened, tick=on_ray.tick)

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from paceline.dealing import SHUFFLED
 from paceline.errors import ConfigError, PacelineError
 from paceline.report.chrome import chrome_trace
 from paceline.report.html import write
 from paceline.run import Run, write_whole
+from paceline.sample_order import SHUFFLED
 from paceline.tensors.layout import EPS
 
 T = TypeVar("T")
 Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
-"""An option that need not be given; its help says what holds then."""
+"""The type of an option that need not be given; its help says what holds then."""
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
 def check_file(option: str, name: str | None) -> None:
-    """Refuse a file that cannot be written."""
+    """Refuses a file that cannot be written."""
     if name is None:
         return
     folder = Path(name).parent
@@ -48,32 +49,38 @@ class Outputs:
     """Write a timeline to this file; it opens in Perfetto and chrome://tracing."""
 
     def check(self) -> None:
-        """Refuse files that cannot be written, before anything runs."""
+        """Refuses files that cannot be written, before anything runs."""
         for option, name in (("--json", self.json), ("--report", self.report), ("--chrome", self.chrome)):
             check_file(option, name)
         names = [name for name in (self.json, self.report, self.chrome) if name is not None]
         if len({Path(name).resolve() for name in names}) < len(names):
             raise ConfigError("--json, --report and --chrome must name different files")
 
-    def save(self, runs: list[Run], config: dict[str, Any]) -> list[Path]:
-        """Write what was asked for; the files written."""
-        try:
-            return self._save(runs, config)
-        except OSError as error:
-            raise PacelineError(f"{error.filename or 'the results'} could not be written: {error.strerror}") from None
+    def save(self, runs: list[Run], config: dict[str, Any]) -> Iterator[Path]:
+        """Write what was asked for and yield the files; in the end raise an error that names those without room."""
+        problems = []
+        writers = ((self.json, self._write_json), (self.report, self._write_report), (self.chrome, self._write_chrome))
+        for name, write_file in writers:
+            if name is None:
+                continue
+            try:
+                write_file(Path(name), runs, config)
+            except OSError as error:
+                problems.append(f"{name} could not be written: {error.strerror or error}")
+            else:
+                yield Path(name)
+        if problems:
+            raise PacelineError("; ".join(problems))
 
-    def _save(self, runs: list[Run], config: dict[str, Any]) -> list[Path]:
-        written = []
-        if self.json is not None:
-            text = json.dumps({"runs": [run.summary() for run in runs], "config": config}, indent=2, allow_nan=False)
-            written.append(write_whole(Path(self.json), text.encode() + b"\n"))
-        if self.report is not None:
-            write(Path(self.report), [run.view() for run in runs], config)
-            written.append(Path(self.report))
-        if self.chrome is not None:
-            timelines = chrome_trace([(run.policy, run.trace) for run in runs])
-            written.append(write_whole(Path(self.chrome), timelines))
-        return written
+    def _write_json(self, path: Path, runs: list[Run], config: dict[str, Any]) -> None:
+        text = json.dumps({"runs": [run.summary() for run in runs], "config": config}, indent=2, allow_nan=False)
+        write_whole(path, text.encode() + b"\n")
+
+    def _write_report(self, path: Path, runs: list[Run], config: dict[str, Any]) -> None:
+        write(path, [run.view() for run in runs], config)
+
+    def _write_chrome(self, path: Path, runs: list[Run], config: dict[str, Any]) -> None:
+        write_whole(path, chrome_trace([(run.policy, run.trace) for run in runs]))
 
 
 @dataclass(kw_only=True)
@@ -112,17 +119,5 @@ class Training(Outputs):
     """How samples are dealt: shuffled; or sorted by label, each worker its own for good (virtual time)."""
 
     def arguments(self) -> dict[str, Any]:
-        return {
-            "workload": self.workload,
-            "cluster": self.cluster,
-            "workers": self.workers,
-            "servers": 1 if self.servers is None else self.servers,
-            "target": self.target,
-            "iterations": self.iterations,
-            "optimizer": self.optimizer,
-            "batch": self.batch,
-            "seed": self.seed,
-            "by_layer": self.by_layer,
-            "slicing": self.slicing,
-            "shards": self.shards,
-        }
+        names = {field.name for field in fields(Training)} - {field.name for field in fields(Outputs)}
+        return {name: getattr(self, name) for name in names} | {"servers": 1 if self.servers is None else self.servers}

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from paceline import rundir
-from paceline.commands.screen import console
+from paceline import run_folder
+from paceline.commands.terminal import console
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class Replay:
     """The folder of the run."""
 
     def main(self) -> int:
-        from paceline.runtime.live.driver.lasting import compare, replay
+        from paceline.runtime.live.driver.durability import compare, replay
 
         folder = Path(self.dir)
         rebuilt = replay(folder)
@@ -35,7 +35,7 @@ class Replay:
                 f"{len(server.records)} events since the last snapshot were replayed",
                 soft_wrap=True,
             )
-        model = folder / rundir.MODEL
+        model = folder / run_folder.MODEL
         if not model.exists():
             console.print("the run did not end: there is no model to compare with")
             return 0

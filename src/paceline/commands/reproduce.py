@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Annotated
 
@@ -16,11 +14,11 @@ from rich.text import Text
 
 from paceline.api import check_count
 from paceline.commands.options import File, Flag, Outputs
-from paceline.commands.screen import console
+from paceline.commands.tables import DASH, explain_dashes, write_json
+from paceline.commands.terminal import console
 from paceline.errors import ConfigError
 from paceline.reproductions import CATALOGUE, find
 from paceline.reproductions.base import Claim, Reproduction, Row, Say
-from paceline.run import write_whole
 
 
 @dataclass(kw_only=True)
@@ -57,20 +55,20 @@ class Reproduce:
         Outputs(json=self.json).check()
         about = f"  {reproduction.__doc__} ({reproduction.paper})"
         console.print(Text.assemble((self.name, "bold"), about), soft_wrap=True)
-        with Steps(reproduction) as say:
+        with StepProgress(reproduction) as say:
             findings = reproduction.run(self.seed, say)
         for rows in findings.tables():
             console.print(table_of(rows))
+            cells = (map(written, row.values()) for row in rows)
+            explain_dashes(cells, "not reached, or there is nothing to measure or to compare with")
         for claim in findings.claims:
-            tell(claim)
-        if self.json is not None:
-            text = json.dumps(findings.data(self.name, self.seed), indent=2, allow_nan=False)
-            console.print(f"wrote {write_whole(Path(self.json), text.encode() + bytes([10]))}", soft_wrap=True)
+            print_claim(claim)
+        write_json(self.json, findings.data(self.name, self.seed))
         return 0
 
 
 def table_of(rows: list[Row]) -> Table:
-    """Rows with the same columns. Numbers to the right, what is missing as a dash."""
+    """Makes a table of rows with the same columns. Numbers are on the right; what is missing is a dash."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
     for name, value in rows[0].items():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
@@ -81,18 +79,18 @@ def table_of(rows: list[Row]) -> Table:
 
 def written(value: object) -> str:
     if value is None:
-        return "-"
+        return DASH
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def tell(claim: Claim) -> None:
+def print_claim(claim: Claim) -> None:
     console.print(Text(claim.claim, style="bold"), soft_wrap=True)
     for label, text in (("paper", claim.paper), ("ours", claim.ours), ("verdict", claim.verdict)):
         console.print(f"    {label + ':':9}{text}", soft_wrap=True, markup=False)
 
 
-class Steps:
-    """Shows how a reproduction comes along: a bar in a terminal, a line a step without one."""
+class StepProgress:
+    """Shows how far a reproduction is: a bar in a terminal, a line a step without one."""
 
     def __init__(self, reproduction: Reproduction) -> None:
         self.progress = Progress(

@@ -1,29 +1,26 @@
-"""`paceline tune specsync`: both numbers of SpecSync tried on a grid, the paper's cherry-picked baseline (000, VI)."""
+"""`paceline tune specsync`: both numbers of SpecSync tried on a grid, the baseline of Zhang et al. 2018, VI."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from paceline import policies
 from paceline.api import Job, simulate_job
 from paceline.commands.options import Training
-from paceline.commands.screen import console, count
+from paceline.commands.tables import dash, print_table, write_json
+from paceline.commands.terminal import console, count
 from paceline.core.spec import write_value
 from paceline.errors import ConfigError
 from paceline.policies import SpecSync
-from paceline.report.lanes import spans
-from paceline.run import Run, write_whole
+from paceline.report.worker_spans import spans
+from paceline.run import Run
 
 STEPS = 5
-"""Values of ABORT_TIME, if none are named: so many steps up to half the mean span of an iteration."""
+"""If no values of ABORT_TIME are named, so many steps up to half the mean span of an iteration are tried."""
 
 Row = dict[str, Any]
 
@@ -67,10 +64,8 @@ class Tune(Training):
         rows.append(row_of("tuned by itself", self.run(str(policy)), base))
         rows += [row_of(f"{tried.abort_time:g} s, {tried.abort_rate:g}", self.run(str(tried)), base) for tried in grid]
         self.show(rows)
-        if self.json is not None:
-            job = Job(policy=policy, **self.arguments())
-            text = json.dumps({"rows": rows, "best": best_of(rows), "config": job.config()}, indent=2, allow_nan=False)
-            console.print(f"wrote {write_whole(Path(self.json), text.encode() + bytes([10]))}", soft_wrap=True)
+        config = Job(policy=policy, **self.arguments()).config()
+        write_json(self.json, {"rows": rows, "best": best_of(rows), "config": config})
         return 0
 
     def run(self, policy: str) -> Run:
@@ -81,30 +76,28 @@ class Tune(Training):
 
     def show(self, rows: list[Row]) -> None:
         title = f"{self.workload}, {count(self.workers, 'worker')}, in virtual time"
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0))
         headings = (
             "abort time, rate",
             f"time to\n{self.target}",
             "speed-up\nover base",
             "aborted\nof begun",
-            "staleness\nmean",
+            "updates stale\nmean",
         )
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
-        for row in rows:
-            time_s, times = row["time_to_target_s"], row["speed_up"]
-            table.add_row(
-                row["tried"], "missed" if time_s is None else f"{time_s:.2f} s",
-                "-" if times is None else f"{times:.2f}x", f"{100 * row['aborted_share']:.0f} %",
-                f"{row['staleness']:.1f}",
-            )  # fmt: skip
-        console.print(table)
+        cells = [
+            (
+                row["tried"], "missed" if row["time_to_target_s"] is None else f"{row['time_to_target_s']:.2f} s",
+                dash(row["speed_up"], ".2f", "x"), f"{100 * row['aborted_share']:.0f} %", f"{row['staleness']:.1f}",
+            )
+            for row in rows
+        ]  # fmt: skip
+        missing = f"it or the base did not reach {self.target}"
+        print_table(title, headings, cells, text=headings[:1], bold=True, missing=missing)
         best = best_of(rows)
         console.print(f"best: {best}" if best else f"nothing reached {self.target}", soft_wrap=True)
 
 
 def steps_for(base: Run) -> list[float]:
-    """Up to half the mean span of an iteration (000, VI.E), from the base's run."""
+    """Returns values up to half the mean span of an iteration (Zhang et al. 2018, VI.E), from the base's run."""
     spent = spans(base.trace, base.time_s)
     computed = sum(span.kind == "compute" for span in spent)
     mean_s = sum(span.seconds for span in spent if span.kind != "dead") / max(1, computed)
@@ -113,7 +106,7 @@ def steps_for(base: Run) -> list[float]:
 
 def row_of(tried: str, run: Run, base: Run) -> Row:
     aborted = run.metrics.aborts.get("count", 0)
-    begun = aborted + run.metrics.iterations * run.trace.header.members.workers
+    begun = aborted + run.metrics.gradients
     mine, theirs = run.time_to_target_s, base.time_to_target_s
     return {
         "tried": tried,

@@ -1,29 +1,16 @@
 """Orders, in the imperative. A machine returns them; a runtime carries them out, in list order.
 
-`Apply`, `Reduce`, `Drop`, `Answer` and `Park` are done before the machine's next event, or so that nobody can tell, and
-have no completion.
-`Compute` ends in exactly one `GradientReady` (of a peer, perhaps `GradientRejected`) or, if `AbortCompute` came in
-time, `ComputeAborted`; `SetTimer` in one `TimerFired` while its machine lives. Each handle that arrives is consumed
-exactly once, by `Apply`, `Reduce` or `Drop`.
+`Apply`, `Reduce`, `Drop`, `Answer` and `Park` are done before the machine's next event, or deferred without an
+observable effect, and no event reports their completion. `Compute` ends in exactly one `GradientReady` (of a peer,
+perhaps `GradientRejected`) or, if `AbortCompute` came in time, `ComputeAborted`; `SetTimer` in one `TimerFired` while
+its machine lives. Each handle that arrives is consumed exactly once, by `Apply`, `Reduce` or `Drop`.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from paceline.core.messages import (
-    Handle,
-    Node,
-    Notify,
-    Parameters,
-    PeerMessage,
-    Plan,
-    Pull,
-    Push,
-    Release,
-    Resync,
-    Rise,
-)
+from paceline.core.messages import Handle, Node, Parameters, Pull, Sendable
 
 
 class Compute(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -37,19 +24,36 @@ class Send(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Any machine: send `message` to the node `to`. Messages to one node arrive in the order they were sent."""
 
     to: Node
-    message: Push | Pull | Rise | Release | Notify | Resync | Plan | PeerMessage
+    message: Sendable
 
 
 class Apply(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Shard, peer: a step of the optimizer on the mean of `handles` at `weight` times its rate, making `version`."""
+    """Shard, peer: take a step of the optimizer on the mean of `handles` at `weight` times its rate, making `version`.
+
+    `norm` is that of the mean over all shards, if means are clipped and `Measure` has asked for it.
+    """
 
     handles: tuple[Handle, ...]
     weight: float
     version: int
+    norm: float | None = None
 
     def staleness(self, handle: Handle) -> int:
-        """Versions made since the parameters of one of its gradients were read. A restored shard may be behind them."""
+        """Returns how many versions were made since the parameters of this gradient were read.
+
+        A restored shard may be behind its workers; then the staleness is 0.
+        """
         return max(0, self.version - 1 - handle.version)
+
+
+class Measure(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Shard: tell the reducer the squared norm of the mean of `handles` on this slice, and keep them.
+
+    One `NormArrived` of that iteration follows while the machine lives, and then the handles are applied.
+    """
+
+    iteration: int
+    handles: tuple[Handle, ...]
 
 
 class Drop(Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -60,7 +64,7 @@ class Drop(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Shard: send the slice as it is now. `reason` is set when the pull had been parked: what released it."""
+    """Shard: send the slice as it is now. If the pull had been parked, `reason` says what released it."""
 
     parameters: Parameters
     reason: str
@@ -70,7 +74,7 @@ class Answer(Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Park(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Shard or scheduler: do not answer yet.
 
-    `waits_for` names some of those it waits for, `waits_for_count` counts them all.
+    `waits_for` names some of the workers that are waited for, `waits_for_count` counts them all.
     """
 
     pull: Pull
@@ -80,14 +84,14 @@ class Park(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class SetTimer(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Any machine: say `TimerFired(timer)` after so many seconds. It cannot be recalled; a late one is ignored."""
+    """Any machine: deliver `TimerFired(timer)` after so many seconds. It cannot be recalled; a late one is ignored."""
 
     timer: int
     after_s: float
 
 
 class AbortCompute(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Worker: give up the computation ordered by `Compute(iteration, attempt)`. One that is done beats this."""
+    """Worker: give up the computation ordered by `Compute(iteration, attempt)`, unless it is done already."""
 
     iteration: int
     attempt: int
@@ -103,11 +107,11 @@ class Reduce(Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Wait(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Peer: nothing to do; for the report: why it does not enter its next iteration, and for whom it waits."""
+    """Peer: do nothing. It tells the report why the peer does not enter its next iteration, and for whom it waits."""
 
     iteration: int
     reason: str
     waits_for: tuple[int, ...]
 
 
-Action = Compute | AbortCompute | Send | Apply | Drop | Answer | Park | SetTimer | Reduce | Wait
+Action = Compute | AbortCompute | Send | Measure | Apply | Drop | Answer | Park | SetTimer | Reduce | Wait

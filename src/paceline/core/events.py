@@ -2,212 +2,194 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from msgspec import Struct
 
-from paceline.core.messages import (
-    Ack,
-    Hello,
-    Notify,
-    Offer,
-    Parameters,
-    Plan,
-    Pull,
-    Push,
-    Release,
-    Reply,
-    Resync,
-    Rise,
-    Token,
-    Update,
-    View,
-)
+from paceline.core import messages
 
 
-class ViewChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class Fact(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """What all events have: when it happened."""
+
+    at: float
+
+
+class ViewChanged(Fact, frozen=True):
     """The authority on membership said who takes part from now on."""
 
-    at: float
-    view: View
+    view: messages.View
 
 
-class Restored(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class Restored(Fact, frozen=True):
     """A shard starts from a checkpoint: everything before `iteration` is finished, the slice is at `version`."""
 
-    at: float
     iteration: int
     version: int
 
 
-class ServersChanged(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class ServersChanged(Fact, frozen=True):
     """There are other servers from now on, and each shard has another part of the parameters (`nbytes` each).
 
     It happens when nothing is under way: every worker in `view` has its parameters and has pushed nothing since, no
-    gradient is held, nobody waits. `versions` are what the shards had by then: all go on from the largest. A shard
-    that is new learns how far everybody is: everything before `V` is finished, `next` has (worker, iteration).
-    `since` is when a worker began to stand still for it.
+    gradient is held, nobody waits. `versions` are what the shards had reached by then: all go on from the largest. A
+    new shard learns how far everybody is: everything before `V` is finished, and `next` has (worker, iteration).
+    `since` is when a worker was held for it.
     """
 
-    at: float
     since: float
     nbytes: tuple[int, ...]
     versions: tuple[int, ...]
-    view: View
+    view: messages.View
     V: int
     next: tuple[tuple[int, int], ...]
 
 
-class PushArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class PushArrived(Fact, frozen=True):
     """A shard holds the whole slice of a worker's gradient.
 
-    `significance` is |g| / |w| on that slice, for a policy that wants it (`Gate.wants_significance`).
+    `significance` is |g| / |w| on that slice, for a policy that wants it (`PullGate.wants_significance`).
     """
 
-    at: float
-    push: Push
+    push: messages.Push
     significance: float | None = None
 
 
-class PushRejected(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class PushRejected(Fact, frozen=True):
     """A slice arrived that must not be applied (not finite, for one). It counts as progress, not in a mean."""
 
-    at: float
-    push: Push
+    push: messages.Push
     reason: str
 
 
-class PullArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class PullArrived(Fact, frozen=True):
     """A worker asked this shard for parameters, or the scheduler whether it may ask the shards."""
 
-    at: float
-    pull: Pull
+    pull: messages.Pull
 
 
-class PullRepeated(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A worker that waits asked this shard again, for the first time in a new life of its server.
+class PullRepeated(Fact, frozen=True):
+    """A worker that waits asked this shard again, for the first time since the server was restarted.
 
-    What the life before has answered may never have reached it.
+    An answer of the server before the restart may never have reached it.
     """
 
-    at: float
-    pull: Pull
+    pull: messages.Pull
 
 
-class ParametersArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class ParametersArrived(Fact, frozen=True):
     """A shard's answer has reached the worker, whole."""
 
-    at: float
-    parameters: Parameters
+    parameters: messages.Parameters
 
 
-class GradientReady(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class GradientReady(Fact, frozen=True):
     """The computation ordered by `Compute(iteration, attempt)` is done; `nbytes` per shard."""
 
-    at: float
     iteration: int
     attempt: int
     nbytes: tuple[int, ...]
 
 
-class TimerFired(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class TimerFired(Fact, frozen=True):
     """The time of a `SetTimer` is over. `timer` is the number it was set under."""
 
-    at: float
     timer: int
 
 
-class RiseArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class RiseArrived(Fact, frozen=True):
     """A shard told the scheduler how far it is."""
 
-    at: float
-    rise: Rise
+    rise: messages.Rise
 
 
-class ReleaseArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class ReleaseArrived(Fact, frozen=True):
     """The scheduler lets this worker pull."""
 
-    at: float
-    release: Release
+    release: messages.Release
 
 
-class NotifyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class NotifyArrived(Fact, frozen=True):
     """A worker told the scheduler where it is."""
 
-    at: float
-    notify: Notify
+    notify: messages.Notify
 
 
-class ResyncArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class ResyncArrived(Fact, frozen=True):
     """The scheduler asks this worker to begin an iteration again."""
 
-    at: float
-    resync: Resync
+    resync: messages.Resync
 
 
-class PlanArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class PlanArrived(Fact, frozen=True):
     """The scheduler told this shard where the workers are to stop."""
 
-    at: float
-    plan: Plan
+    plan: messages.Plan
 
 
-class ComputeAborted(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class SliceNormArrived(Fact, frozen=True):
+    """A shard told the reducer the norm of its part of a mean."""
+
+    norm: messages.SliceNorm
+
+
+class NormArrived(Fact, frozen=True):
+    """The reducer told this shard the norm of a mean over all shards."""
+
+    norm: messages.MeanNorm
+
+
+class ComputeAborted(Fact, frozen=True):
     """The computation ordered by `Compute(iteration, attempt)` was given up: there is no gradient of it."""
 
-    at: float
     iteration: int
     attempt: int
 
 
-class GradientRejected(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class GradientRejected(Fact, frozen=True):
     """A peer's computation is done, and its gradient must not be applied (not finite, or none at all)."""
 
-    at: float
     iteration: int
     attempt: int
     nbytes: tuple[int, ...]
     reason: str
 
 
-class UpdateArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class UpdateArrived(Fact, frozen=True):
     """A neighbour's parameters have reached this peer, whole."""
 
-    at: float
-    update: Update
+    update: messages.Update
 
 
-class TokenArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class TokenArrived(Fact, frozen=True):
     """An out-neighbour told this peer how far it is."""
 
-    at: float
-    token: Token
+    token: messages.Token
 
 
-class AckArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class AckArrived(Fact, frozen=True):
     """An out-neighbour has averaged in this peer's update."""
 
-    at: float
-    ack: Ack
+    ack: messages.Ack
 
 
-class HelloArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A neighbour said the first word on a new edge."""
+class HelloArrived(Fact, frozen=True):
+    """A neighbour introduced itself on a new edge."""
 
-    at: float
-    hello: Hello
+    hello: messages.Hello
 
 
-class OfferArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class OfferArrived(Fact, frozen=True):
     """AD-PSGD: a neighbour wants to average."""
 
-    at: float
-    offer: Offer
+    offer: messages.Offer
 
 
-class ReplyArrived(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class ReplyArrived(Fact, frozen=True):
     """AD-PSGD: the neighbour this peer had chosen answered."""
 
-    at: float
-    reply: Reply
+    reply: messages.Reply
 
 
 PeerEvent = GradientRejected | UpdateArrived | TokenArrived | AckArrived | HelloArrived | OfferArrived | ReplyArrived
@@ -227,6 +209,32 @@ Event = (
     | NotifyArrived
     | ResyncArrived
     | PlanArrived
+    | SliceNormArrived
+    | NormArrived
     | ComputeAborted
     | PeerEvent
 )
+
+ARRIVALS: dict[type, Callable[[float, Any], Event]] = {
+    messages.Push: PushArrived,
+    messages.Pull: PullArrived,
+    messages.Parameters: ParametersArrived,
+    messages.Rise: RiseArrived,
+    messages.Release: ReleaseArrived,
+    messages.Notify: NotifyArrived,
+    messages.Resync: ResyncArrived,
+    messages.Plan: PlanArrived,
+    messages.SliceNorm: SliceNormArrived,
+    messages.MeanNorm: NormArrived,
+    messages.Update: UpdateArrived,
+    messages.Token: TokenArrived,
+    messages.Ack: AckArrived,
+    messages.Hello: HelloArrived,
+    messages.Offer: OfferArrived,
+    messages.Reply: ReplyArrived,
+}
+
+
+def arrival_of(message: messages.Message, at: float) -> Event:
+    """The event that a machine is told when `message` arrives at time `at`."""
+    return ARRIVALS[type(message)](at, message)

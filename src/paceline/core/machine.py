@@ -13,36 +13,12 @@ the very code that runs live possible.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from paceline.core.actions import Action
-from paceline.core.events import (
-    AckArrived,
-    ComputeAborted,
-    Event,
-    GradientReady,
-    GradientRejected,
-    HelloArrived,
-    NotifyArrived,
-    OfferArrived,
-    ParametersArrived,
-    PlanArrived,
-    PullArrived,
-    PullRepeated,
-    PushArrived,
-    PushRejected,
-    ReleaseArrived,
-    ReplyArrived,
-    Restored,
-    ResyncArrived,
-    RiseArrived,
-    ServersChanged,
-    TimerFired,
-    TokenArrived,
-    UpdateArrived,
-    ViewChanged,
-)
+from paceline.core.events import Event
 
 
 class InvariantViolated(AssertionError):
@@ -53,60 +29,47 @@ class IllegalEvent(ValueError):
     """A runtime handed a machine an event that its role or state excludes. The state is unchanged."""
 
 
-class Machine:
-    """Base of all machines: dispatch by event type, then settle, then check."""
+def method_named_after(kind: type) -> str:
+    """Returns the name of an event or an action as that of a method: push_arrived for `PushArrived`."""
+    return re.sub("(?<!^)([A-Z])", r"_\1", kind.__name__).lower()
 
-    METHODS: ClassVar[dict[type, str]] = {
-        ViewChanged: "on_view_changed",
-        Restored: "on_restored",
-        ServersChanged: "on_servers_changed",
-        PushArrived: "on_push_arrived",
-        PushRejected: "on_push_rejected",
-        PullArrived: "on_pull_arrived",
-        PullRepeated: "on_pull_repeated",
-        ParametersArrived: "on_parameters_arrived",
-        GradientReady: "on_gradient_ready",
-        GradientRejected: "on_gradient_rejected",
-        TimerFired: "on_timer_fired",
-        RiseArrived: "on_rise_arrived",
-        ReleaseArrived: "on_release_arrived",
-        NotifyArrived: "on_notify_arrived",
-        ResyncArrived: "on_resync_arrived",
-        PlanArrived: "on_plan_arrived",
-        ComputeAborted: "on_compute_aborted",
-        UpdateArrived: "on_update_arrived",
-        TokenArrived: "on_token_arrived",
-        AckArrived: "on_ack_arrived",
-        HelloArrived: "on_hello_arrived",
-        OfferArrived: "on_offer_arrived",
-        ReplyArrived: "on_reply_arrived",
-    }
+
+class Machine:
+    """The base of all machines: it dispatches an event by its type, then settles, then checks."""
+
+    METHODS: ClassVar[dict[type, str]] = {event: f"on_{method_named_after(event)}" for event in get_args(Event)}
+
+    HANDLERS: ClassVar[dict[type, Callable[[Any, Any], None]]] = {}
+    """The methods that a class of machines has, by the event."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.HANDLERS = {event: getattr(cls, name) for event, name in cls.METHODS.items() if hasattr(cls, name)}
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.checks = False
 
     def handle(self, event: Event) -> list[Action]:
-        # By name: a table of bound methods in each machine would be what 10 000 of them mostly consist of.
-        handler: Callable[[Any], None] | None = getattr(self, self.METHODS[type(event)], None)
+        handler = self.HANDLERS.get(type(event))
         if handler is None:
             raise IllegalEvent(f"{type(self).__name__} does not take {type(event).__name__}")
         actions: list[Action] = []
         self.actions = actions
-        handler(event)
+        handler(self, event)
         self.settle()
         if self.checks:
             self.check()
         return actions
 
     def settle(self) -> None:
-        """Apply the state-triggered rules until none fires."""
+        """Applies the state-triggered rules until none fires."""
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if the state is impossible."""
+        """Raises `InvariantViolated` if the state is impossible."""
 
 
 def require(condition: bool, what: str) -> None:
-    """An invariant. Spelled as a function so that `python -O` keeps it."""
+    """Raises `InvariantViolated` unless the condition holds. It is a function so that `python -O` keeps it."""
     if not condition:
         raise InvariantViolated(what)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-Role = Literal["worker", "server", "scheduler", "driver", "peer"]
+Role = Literal["worker", "server", "scheduler", "reducer", "driver", "peer"]
 
 
 class Node(NamedTuple):
@@ -29,6 +29,10 @@ class Node(NamedTuple):
         return f"{self.role} {self.rank}"
 
 
+Process = tuple[int, int]
+"""A process that takes part is a rank and an incarnation: whoever comes back under a rank has a new incarnation."""
+
+
 class Members(Struct, frozen=True, array_like=True, gc=False):
     """The size of the run as configured. Who is alive right now is a `View`."""
 
@@ -37,14 +41,17 @@ class Members(Struct, frozen=True, array_like=True, gc=False):
 
 
 class View(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Who takes part, said by the one authority on membership.
+    """Who takes part, as numbered by the one authority on membership.
 
-    `members` holds (rank, incarnation) pairs in rank order, complete each time, so a receiver needs only the
-    view with the largest `number` it has seen: a join that overtakes a loss does no harm.
+    `members` holds (rank, incarnation) pairs in rank order, complete each time, so a receiver needs only the view with
+    the largest `number` it has seen: a join that overtakes a loss does no harm. `finished` holds the ranks that have
+    done their iterations: nobody waits for them, but they keep their share of N, by which steps are scaled. A worker
+    that was lost is in neither.
     """
 
     number: int
     members: tuple[tuple[int, int], ...]
+    finished: tuple[int, ...] = ()
 
 
 class Handle(Struct, frozen=True, array_like=True, gc=False):
@@ -57,30 +64,47 @@ class Handle(Struct, frozen=True, array_like=True, gc=False):
     nbytes: int
 
 
-class Push(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A gradient slice for one shard, whole."""
+class OfHandle(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A message that names the tensor that travels with it."""
 
     handle: Handle
 
 
-class Pull(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A worker asks one shard for the parameters of `iteration`.
-
-    With an `attempt` above 0 it asks once more: it has given up computing on what it was answered, and wants newer
-    parameters for the same iteration (a re-sync pull, `core/speculation.py`).
-    """
+class OfWorker(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A message of a worker, or to one, about one of its iterations."""
 
     worker: int
     incarnation: int
     iteration: int
+
+
+class OfPeer(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A message of a peer about one of its iterations."""
+
+    peer: int
+    incarnation: int
+    iteration: int
+
+
+class Push(OfHandle, frozen=True):
+    """A worker sends one shard its whole slice of a gradient."""
+
+
+class Pull(OfWorker, frozen=True):
+    """A worker asks one shard for the parameters of `iteration`.
+
+    With an `attempt` above 0 it asks once more: it has given up computing on the parameters it had, and wants newer
+    ones for the same iteration (a re-sync pull, `core/speculation.py`).
+    """
+
     attempt: int = 0
 
 
 class Parameters(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A shard's answer: its slice at `version`, to compute `iteration` with.
+    """A shard answers with its slice at `version`, to compute `iteration` with.
 
-    `iteration` may be larger than what was asked for: a late or joining worker adopts the shard's.
-    `dropped` says that the worker's last push did not count on this shard.
+    `iteration` may be larger than the one in the pull: a late or joining worker adopts the shard's. `dropped` says that
+    the worker's last push did not count on this shard.
     """
 
     shard: int
@@ -99,35 +123,23 @@ class Rise(Struct, frozen=True, array_like=True, tag=True, gc=False):
     by: int
 
 
-class Release(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class Release(OfWorker, frozen=True):
     """The scheduler tells a worker that it may pull the parameters of `iteration` from the shards."""
 
-    worker: int
-    incarnation: int
-    iteration: int
 
-
-class Notify(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class Notify(OfWorker, frozen=True):
     """A worker tells the scheduler that it is about to compute, or is to ask for, `iteration`."""
 
-    worker: int
-    incarnation: int
-    iteration: int
 
-
-class Resync(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class Resync(OfWorker, frozen=True):
     """The scheduler tells a worker to give up computing `iteration` and begin it again on newer parameters."""
-
-    worker: int
-    incarnation: int
-    iteration: int
 
 
 class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
     """The scheduler tells the shards where each worker is to stop next: (worker, incarnation, iteration), by rank.
 
-    A plan is complete; only one with a larger `number` than the last counts. `due_s` is when the last of them is
-    predicted to be there, and `wait_s` for how long the first will have waited: for those who read the trace.
+    A plan is complete; only one with a larger `number` than the last counts. For those who read the trace, `due_s` is
+    when the last worker is predicted to arrive, and `wait_s` how long the first will have waited then.
     """
 
     number: int
@@ -136,68 +148,73 @@ class Plan(Struct, frozen=True, array_like=True, tag=True, gc=False):
     wait_s: float = 0.0
 
 
+class SliceNorm(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A shard tells the reducer the squared norm, on its slice, of the mean that it is about to step on.
+
+    `squared` is None if this shard has no step on `iteration` left to take. Either way it has none left on any
+    iteration before.
+    """
+
+    shard: int
+    iteration: int
+    squared: float | None
+
+
+class MeanNorm(Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """The reducer tells a shard the norm of the mean of `iteration` over all shards."""
+
+    iteration: int
+    norm: float
+
+
 ToScheduler = Pull | Rise | Notify
 """What workers and shards tell the scheduler."""
 FromScheduler = Release | Resync
 """What the scheduler tells a worker."""
 
 
-# Between peers, where there are no servers (core/peer.py, core/gossip.py).
+# Between peers, where there are no servers (core/hop_peer.py, core/adpsgd_peer.py).
 
 
-class Update(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The whole parameters of a peer, in `handle.iteration`, as they are when this is sent.
+class Update(OfHandle, frozen=True):
+    """A peer sends its whole parameters, as they are now, in `handle.iteration`.
 
-    `handle.version` numbers the peer's sendings, `nbytes` is 0: all are alike. A receiver keeps the parameters until
-    its machine orders `Reduce` or `Drop`.
+    `handle.version` numbers what the peer has sent; `nbytes` is 0, since all are alike. A receiver keeps the parameters
+    until its machine orders `Reduce` or `Drop`.
     """
 
-    handle: Handle
+
+class Token(OfPeer, frozen=True):
+    """A peer tells its in-neighbours that it has entered `iteration`: that is a token for each iteration since the
+    last."""
 
 
-class Token(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A peer tells its in-neighbours that it has entered `iteration`: a token for each since the last it told."""
-
-    peer: int
-    incarnation: int
-    iteration: int
-
-
-class Ack(Struct, frozen=True, array_like=True, tag=True, gc=False):
+class Ack(OfPeer, frozen=True):
     """A peer tells its in-neighbours that it has averaged in their updates of `iteration`."""
 
-    peer: int
-    incarnation: int
-    iteration: int
 
-
-class Hello(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """The first word on an edge that view `view` made: where the peer is, and the first update it will send on it.
+class Hello(OfPeer, frozen=True):
+    """A peer introduces itself on an edge that view `view` made: where it is, and the first update it will send there.
 
     `iteration` is -1 if the peer has just joined: it asks for parameters to begin with.
     """
 
-    peer: int
-    incarnation: int
-    iteration: int
     first: int
     view: int
 
 
-class Offer(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """AD-PSGD: here are my parameters, average them with yours and send me yours."""
-
-    handle: Handle
+class Offer(OfHandle, frozen=True):
+    """AD-PSGD: a peer offers its parameters to be averaged, and asks for the neighbour's."""
 
 
-class Reply(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """AD-PSGD: the parameters asked for by the offer of `iteration`, or none: an offer of its own was under way."""
+class Reply(OfPeer, frozen=True):
+    """AD-PSGD: a peer answers the offer of `iteration` with its parameters, or with None if its own offer was under
+    way."""
 
-    peer: int
-    incarnation: int
-    iteration: int
     handle: Handle | None
 
 
 PeerMessage = Update | Token | Ack | Hello | Offer | Reply
-Message = Push | Pull | Parameters | Rise | Release | Notify | Resync | Plan | PeerMessage
+Sendable = Push | Pull | Rise | Release | Notify | Resync | Plan | SliceNorm | MeanNorm | PeerMessage
+"""What an action `Send` sends; parameters are sent by `Answer`."""
+Message = Sendable | Parameters

@@ -17,7 +17,7 @@ expects the iterations it skipped. Without it a shard may wait for ever for a pu
 from __future__ import annotations
 
 NAMED = 4
-"""How many workers are named in a reason; the others are counted."""
+"""A reason names at most so many workers, and counts the others."""
 
 
 class Progress:
@@ -27,9 +27,9 @@ class Progress:
         self.passed: dict[int, int] = {}
         self.skipped: dict[int, set[int]] = {}
         self.standing: dict[int, dict[int, None]] = {}
-        """next -> the workers standing there, in the order they came."""
+        """next -> the workers whose `next` it is, in the order they got there."""
         self.moved = True
-        """Whether anything that iteration V waits for has changed since somebody set this to False."""
+        """Whether anything that iteration V waits for has changed since it was last set to False."""
         self._missing: tuple[tuple[int, ...], int] | None = None
 
     def _move(self) -> None:
@@ -51,13 +51,13 @@ class Progress:
             skipping.discard(worker)
 
     def push(self, worker: int, iteration: int) -> None:
-        """The worker has pushed this iteration, and skips what it has not pushed before it."""
+        """Notes that the worker has pushed this iteration, and skips what it has not pushed before it."""
         if self.next[worker] < iteration:
             self.promise(worker, iteration)
         self._advance(worker, iteration + 1)
 
-    def stand(self, worker: int, at: int) -> None:
-        """A worker that has just joined has pushed everything before `at` to other shards; it may be late."""
+    def stand_at(self, worker: int, at: int) -> None:
+        """Places a worker that has just joined, and has pushed everything before `at` to other shards."""
         if worker not in self.next:
             return
         if at < self.V:
@@ -69,7 +69,7 @@ class Progress:
             self._advance(worker, at)
 
     def promise(self, worker: int, to: int) -> None:
-        """The worker will push nothing below `to` any more: next = max(next, to)."""
+        """Notes that the worker will push nothing below `to` any more: next = max(next, to)."""
         if to <= self.next[worker]:
             return
         for iteration in range(max(self.next[worker], self.V), to):
@@ -95,14 +95,14 @@ class Progress:
             passed[iteration] = passed.get(iteration, 0) + 1
 
     def rise(self) -> None:
-        """Iteration V is finished."""
+        """Goes on to the next iteration: V is finished."""
         self._move()
         self.passed.pop(self.V, None)
         self.skipped.pop(self.V, None)
         self.V += 1
 
     def jump(self, to: int) -> None:
-        """Everything before `to` is over. Nobody may be beyond it; whoever is behind adopts it (a change of policy)."""
+        """Raises V to `to` at a change of policy. Nobody may be beyond it; workers that are behind adopt it."""
         self._move()
         self.passed.clear()
         self.skipped.clear()
@@ -112,7 +112,7 @@ class Progress:
         return self.passed.get(self.V, 0)
 
     def missing(self) -> tuple[tuple[int, ...], int]:
-        """Those whose push of iteration V has not come: the first few by name, and how many there are."""
+        """Returns the workers whose push of iteration V has not come: the first few by name, and how many there are."""
         if self._missing is None:
             self._missing = self._find_missing()
         return self._missing
@@ -136,7 +136,7 @@ class Progress:
 
 
 def name_workers(names: tuple[int, ...], count: int) -> str:
-    """'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 others', 'nobody'."""
+    """Returns 'worker 1', 'workers 1, 2', 'workers 1, 2, 5, 6 and 3 others' or 'nobody'."""
     if not names:
         return "nobody"
     listed = ", ".join(str(name) for name in names)

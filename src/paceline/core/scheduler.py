@@ -1,7 +1,8 @@
-"""One node decides for all shards: synchronization that does not overlap, the baseline of FluentPS (001, III.D).
+"""One node decides for all shards: synchronization that does not overlap, the baseline of FluentPS.
 
-Usually each shard answers by itself, so that one slice is read while another is still being written. In ps-lite and
-its like a scheduler stands between: nobody reads anything before iteration V is finished on *every* shard.
+(Yao et al. 2019, III.D.) Usually each shard answers by itself, so that one slice is read while another is still being
+written. In ps-lite and its like a scheduler stands between: nobody reads anything before iteration V is finished on
+*every* shard.
 
     worker       pushes its slices to all shards, and sends its pull to the scheduler instead
     shard        finishes iterations as ever, and tells the scheduler each time its V has risen
@@ -14,7 +15,7 @@ when the last shard is done instead of each when it is ready itself.
 
 What keeps it harmless. A scheduler can only delay: the shards keep their own conditions, and theirs hold by the
 time it releases anybody. It delays nobody for ever: who has asked it for c has pushed c - 1 everywhere, which is
-all that a pull for c would promise (`core/progress.py`); the first pull of a worker's life, and those from shards
+all that a pull for c would promise (`core/progress.py`); the first pull of an incarnation, and those from shards
 that answered less than others, promise more and go straight to the shards. So the slowest on the shard with the
 smallest V is never held. A shard that comes back from a checkpoint says where it stands; if that is below what the
 scheduler has let pass already, the shard itself parks.
@@ -41,7 +42,7 @@ SCHEDULER = Node("scheduler", 0)
 
 
 class ScheduledWorker(Worker):
-    """Pushes to all shards, sends its pull to the scheduler, and pulls from the shards when it is released."""
+    """A worker that sends its pull to the scheduler, and pulls from the shards when the scheduler releases it."""
 
     def pauses(self) -> bool:
         return True
@@ -56,12 +57,12 @@ class ScheduledWorker(Worker):
 
 
 class ReportingShard(Shard):
-    """Tells the scheduler where it stands: at the start, and after each event that raised its V."""
+    """A shard that tells the scheduler its V: at the start, and after each event that raised it."""
 
     def __init__(self, policy: CentralPolicy, rank: int, members: Members, seed: int = 0) -> None:
         super().__init__(policy, rank, members, seed)
         self.reported = -1
-        """The V the scheduler was told last."""
+        """The V that the scheduler was told last."""
 
     def settle(self) -> None:
         super().settle()
@@ -71,25 +72,26 @@ class ReportingShard(Shard):
 
 
 class Scheduler(Machine):
-    """Knows the V of every shard and who asks; releases those for whom the policy's pull condition holds."""
+    """Knows the V of every shard and all pulls, and releases those for whom the policy's pull condition holds."""
 
     def __init__(self, policy: CentralPolicy, members: Members) -> None:
         super().__init__()
         self.policy = policy
         self.finished = [0] * members.servers
-        """The V each shard was at last."""
+        """The last V of each shard."""
         self.view_number = 0
         self.incarnations: dict[int, int] = {}
         """The live members and their incarnations."""
         self.progress = Progress()
-        """Its V is the largest that all shards have reached; `next` what the live workers have asked for."""
+        """Its V is the largest that all shards have reached; `next` has what the live workers have asked for."""
         self.asked: dict[int, Pull] = {}
-        """The last pull of each worker. A worker's pulls rise, and so do its lives: one that does not is a copy."""
+        """The last pull of each worker. Incarnations and iterations rise: a pull that does not is a copy."""
         self.parked: dict[int, dict[int, Pull]] = {}
         """The pulls that wait, by the V that frees them, then by worker."""
 
     def on_view_changed(self, event: ViewChanged) -> None:
-        """Only to say whom others wait for, and to forget those who are gone: nothing is decided by it."""
+        """Learns who is alive, to name those who are waited for and to forget those who are gone. It decides
+        nothing."""
         if event.view.number <= self.view_number:
             return
         before, named = self.incarnations, dict(event.view.members)
@@ -139,7 +141,7 @@ class Scheduler(Machine):
         self.finished = [*self.finished[:servers], *[event.V] * (servers - len(self.finished))]
 
     def settle(self) -> None:
-        """Whoever waits for a V that all shards have reached by now is released."""
+        """Releases those who wait for a V that all shards have reached by now."""
         while min(self.finished) > self.progress.V:
             self.progress.rise()
             for pull in self.parked.pop(self.progress.V, {}).values():
@@ -149,7 +151,7 @@ class Scheduler(Machine):
         self.actions.append(Send(Node("worker", pull.worker), Release(pull.worker, pull.incarnation, pull.iteration)))
 
     def why(self) -> str:
-        """Which shards everybody waits for."""
+        """Says which shards everybody waits for."""
         V = self.progress.V
         behind = [str(shard) for shard, finished in enumerate(self.finished) if finished <= V]
         if len(behind) == len(self.finished):

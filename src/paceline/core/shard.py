@@ -3,12 +3,12 @@
 A push either counts (applied on arrival, or held for the mean of its iteration) or is dropped because its
 iteration is finished. A pull is answered or parked. When enough members have passed iteration V, the mean of
 the held gradients is applied, V rises, and the pulls that waited for that V are answered, before the pull of
-the worker whose push raised it. Parked pulls lie in buckets by the V that frees them: looking at all of them
-at each rise would cost more the more workers wait.
+the worker whose push raised it. Parked pulls are in buckets by the V that frees them: looking at all of them at each
+rise would cost more the more workers wait.
 
 Three things keep the shards of a run in step without talking to each other:
 
-- views are complete and numbered, only a newer one counts, and a pull from somebody no view has named yet is
+- views are complete and numbered, only a newer one counts, and a pull of a worker that no view has named yet is
   kept until one does;
 - a push or a pull is a promise (see `core/progress.py`);
 - an answer names the iteration the worker is to compute: its own, or the shard's V if that is ahead, so a
@@ -25,19 +25,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from paceline.core.actions import Answer, Apply, Drop, Park, SetTimer
-from paceline.core.events import (
-    PullArrived,
-    PullRepeated,
-    PushArrived,
-    PushRejected,
-    Restored,
-    ServersChanged,
-    TimerFired,
-    ViewChanged,
-)
+from paceline.core import events
+from paceline.core.actions import Action, Answer, Apply, Drop, Measure, Park, Send, SetTimer
 from paceline.core.machine import IllegalEvent, Machine, require
-from paceline.core.messages import Handle, Members, Parameters, Pull, View
+from paceline.core.messages import Handle, Members, Parameters, Pull, SliceNorm, View
+from paceline.core.norm_reducer import REDUCER
 from paceline.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -45,14 +37,14 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 NOTHING = (-1, 0)
-"""Before what any worker asks for."""
+"""An (iteration, attempt) below any that a worker asks for."""
 
 
 class Shard(Machine):
     def __init__(self, policy: CentralPolicy, rank: int, members: Members, seed: int = 0) -> None:
         super().__init__()
         self.plan = policy
-        """All the policies of the run; `policy` is the one in force here and now."""
+        """All policies of the run; `policy` is the one in force here and now."""
         self.rank = rank
         self.members = members
         self.seed = seed
@@ -60,7 +52,7 @@ class Shard(Machine):
         self.adopt(policy.in_force(rank, 0))
         self.now = 0.0
         self.overtime = False
-        """The time given to iteration V is over."""
+        """Whether the time given to iteration V is over."""
         self.owing: set[int] = set()
         """Workers whose next gradient is late only because the policy changed: it is applied when it comes."""
         self.view = View(0, ())
@@ -69,36 +61,46 @@ class Shard(Machine):
         self.progress = Progress()
         self.version = 0
         self.held: dict[int, list[Handle]] = {}
-        """Gradients waiting for the mean of their iteration."""
+        """iteration -> the gradients that wait for its mean."""
         self.parked: dict[int, list[Pull]] = {}
         """Pulls not answered yet, by the V that frees them. At release those that no longer wait are skipped."""
         self.waiting: dict[int, Pull] = {}
         """The parked pull of each worker that waits."""
         self.asked: dict[int, tuple[int, int]] = {}
-        """The iteration, and the attempt at it, each live worker asked for last. They rise: what does not is a copy."""
+        """The last (iteration, attempt) each live worker asked for. They rise: a pull that does not is a copy."""
         self.early: dict[int, Pull] = {}
-        """Pulls of workers no view has named yet."""
+        """Pulls of workers that no view has named yet."""
         self.departed: dict[tuple[int, int], int] = {}
         """(worker, incarnation) that left -> the first iteration of which no push has come from it."""
         self.dropped: set[int] = set()
         """Workers whose last push did not count here."""
         self.mover = NOBODY
-        """The worker whose event is being handled: whoever is released now was released by it."""
+        """The worker whose event is being handled: whoever is released now is released by it."""
+        self.clips_mean = False
+        """Whether a step on a mean needs its norm over all shards (`core/norm_reducer.py`); set by the runtime."""
+        self.servers = members.servers
+        self.measuring = False
+        """Whether iteration V waits only for the norm of its mean, to be stepped on."""
+        self.measured_by = NOBODY
+        """The worker whose push finished iteration V."""
+        self.said = -1
+        """The largest iteration that was reported to the reducer."""
 
     def adopt(self, policy: CentralPolicy) -> None:
         self.policy = policy
         self.gate = policy.gate(self.rank, self.members, self.seed)
+        self.scaled = getattr(policy, "scale", "workers") != "none"
         self.weighted = bool(getattr(policy, "staleness_weighted", False))
 
-    def on_restored(self, event: Restored) -> None:
+    def on_restored(self, event: events.Restored) -> None:
         if self.view.number or self.version:
             raise IllegalEvent(f"shard {self.rank} has begun already: it cannot be restored")
         self.progress.V = event.iteration
         self.version = event.version
         self.adopt(self.plan.in_force(self.rank, event.iteration))
 
-    def on_servers_changed(self, event: ServersChanged) -> None:
-        """This shard has another part of the parameters. How far everybody is stays, or is told to a new shard."""
+    def on_servers_changed(self, event: events.ServersChanged) -> None:
+        """Takes over another part of the parameters. Progress stays; a new shard learns it from the event."""
         if self.held or self.waiting:
             raise IllegalEvent(f"shard {self.rank} holds gradients or pulls: the servers cannot change now")
         new = not self.view.number
@@ -106,11 +108,12 @@ class Shard(Machine):
             self.progress.V = event.V
             self.adopt(self.plan.in_force(self.rank, event.V))
         self.version = max(event.versions)
-        self.on_view_changed(ViewChanged(event.at, event.view))
+        self.servers = len(event.nbytes)
+        self.on_view_changed(events.ViewChanged(event.at, event.view))
         for worker, at in event.next if new else ():
-            self.progress.stand(worker, at)
+            self.progress.stand_at(worker, at)
 
-    def on_view_changed(self, event: ViewChanged) -> None:
+    def on_view_changed(self, event: events.ViewChanged) -> None:
         if not self.is_newer(event.view):
             return
         self.view = event.view
@@ -127,7 +130,7 @@ class Shard(Machine):
                 self.owing.discard(worker)
                 self.waiting.pop(worker, None)
                 self.asked.pop(worker, None)
-        # Those who waited for somebody lost are released by the view, before anybody who joins is heard.
+        # Those who waited for somebody lost are released by the view, before those who join are answered.
         self.settle()
         for worker, incarnation in named.items():
             if worker not in self.incarnations:
@@ -137,18 +140,18 @@ class Shard(Machine):
             if worker in named and pull.incarnation <= named[worker]:
                 del self.early[worker]
                 if pull.incarnation == named[worker]:
-                    self.take_pull(pull)
+                    self.handle_pull(pull)
 
     def is_newer(self, view: View) -> bool:
         return view.number > self.view.number
 
-    def on_push_arrived(self, event: PushArrived) -> None:
+    def on_push_arrived(self, event: events.PushArrived) -> None:
         handle = event.push.handle
         self.now = event.at
         if not self.counts(handle, good=True, significance=event.significance):
             return
         if self.policy.on_arrival or handle.iteration < self.progress.V:
-            weight = 1.0 / len(self.incarnations)
+            weight = 1.0 / self.sharing if self.scaled else 1.0
             if self.weighted:
                 # A shard that was restored may be behind what its workers have read.
                 weight /= 1 + max(0, self.version - handle.version)
@@ -156,23 +159,27 @@ class Shard(Machine):
         else:
             self.held.setdefault(handle.iteration, []).append(handle)
 
-    def on_push_rejected(self, event: PushRejected) -> None:
+    @property
+    def sharing(self) -> int:
+        """N, the number of workers that share a step. Workers that have finished still count, lost ones do not."""
+        return len(self.incarnations) + len(self.view.finished)
+
+    def on_push_rejected(self, event: events.PushRejected) -> None:
         handle = event.push.handle
         self.now = event.at
         if self.counts(handle, good=False):
             self.drop(handle, event.reason)
 
-    def on_timer_fired(self, event: TimerFired) -> None:
+    def on_timer_fired(self, event: events.TimerFired) -> None:
         self.now = event.at
         self.mover = NOBODY
         if event.timer == self.progress.V:
             self.overtime = True
 
     def counts(self, handle: Handle, good: bool, significance: float | None = None) -> bool:
-        """Take note of the push. False if its gradient must not be used; it has then been dropped.
+        """Takes note of a push; False if its gradient must not be used, which then has been dropped.
 
-        A gradient that is not good counts as skipped: nobody waits for it, nor is it one of those there.
-
+        A gradient that is not `good` counts as skipped: nobody waits for it, and it is not among those that are there.
         A duplicate names a handle that was consumed or is held already: it is ignored, not dropped.
         """
         worker, iteration = handle.source, handle.iteration
@@ -194,7 +201,8 @@ class Shard(Machine):
             self.note_push(worker, iteration)
         else:
             progress.promise(worker, iteration + 1)
-        if iteration < progress.V and not owing:
+        too_late = self.measuring if iteration == progress.V else not owing
+        if iteration <= progress.V and too_late:
             self.drop(handle, f"late: iteration {iteration}, the shard is at {progress.V}")
             return False
         return True
@@ -206,23 +214,22 @@ class Shard(Machine):
         self.dropped.add(handle.source)
         self.actions.append(Drop(handle, reason))
 
-    def apply(self, handles: tuple[Handle, ...], weight: float) -> None:
+    def apply(self, handles: tuple[Handle, ...], weight: float, norm: float | None = None) -> None:
         self.version += 1
-        self.actions.append(Apply(handles, weight, self.version))
+        self.actions.append(Apply(handles, weight, self.version, norm))
 
-    def on_pull_arrived(self, event: PullArrived) -> None:
+    def on_pull_arrived(self, event: events.PullArrived) -> None:
         pull = event.pull
         self.now = event.at
-        known = self.incarnations.get(pull.worker)
-        if known == pull.incarnation:
-            self.take_pull(pull)
+        if self.incarnations.get(pull.worker) == pull.incarnation:
+            self.handle_pull(pull)
         elif self.is_early(pull):
             self.early[pull.worker] = pull
 
-    def on_pull_repeated(self, event: PullRepeated) -> None:
-        """Whoever asks again still waits: if it was answered, then by a life of the server that took the answer along.
+    def on_pull_repeated(self, event: events.PullRepeated) -> None:
+        """Answers a worker that asks again after a restart of this server: it waits, for the old answer may be lost.
 
-        Elsewhere a pull that does not rise is a copy: its worker may be computing, on memory that is its own again.
+        Any other pull that does not rise is a copy: its worker may be computing, on memory that is its own again.
         """
         pull = event.pull
         known = self.incarnations.get(pull.worker) == pull.incarnation
@@ -231,10 +238,10 @@ class Shard(Machine):
             self.mover = pull.worker
             self.answer(pull, "", NOBODY)
         else:
-            self.on_pull_arrived(PullArrived(event.at, pull))
+            self.on_pull_arrived(events.PullArrived(event.at, pull))
 
     def is_early(self, pull: Pull) -> bool:
-        """Whether a view may still name its sender: it is a later life of the worker than any heard of."""
+        """Whether a view may still name the sender: it is a later incarnation of the worker than any known."""
         newest = self.early.get(pull.worker)
         known = self.incarnations.get(pull.worker, -1)
         return (
@@ -243,7 +250,7 @@ class Shard(Machine):
             and (newest is None or pull.incarnation >= newest.incarnation)
         )
 
-    def take_pull(self, pull: Pull) -> None:
+    def handle_pull(self, pull: Pull) -> None:
         asked = (pull.iteration, pull.attempt)
         if asked <= self.asked.get(pull.worker, NOTHING):
             return
@@ -265,31 +272,58 @@ class Shard(Machine):
     def answer(self, pull: Pull, reason: str, released_by: int) -> None:
         iteration = max(pull.iteration, self.progress.V)
         self.progress.promise(pull.worker, iteration)
-        parameters = Parameters(
-            self.rank, pull.worker, pull.incarnation, iteration, self.version, pull.worker in self.dropped
-        )
+        worker, dropped = pull.worker, pull.worker in self.dropped
+        parameters = Parameters(self.rank, worker, pull.incarnation, iteration, self.version, dropped)
         self.actions.append(Answer(parameters, reason, released_by))
 
     def park(self, pull: Pull, i: int, V: int) -> None:
         self.waiting[pull.worker] = pull
         self.parked.setdefault(self.gate.freed_at(pull.worker, i, V), []).append(pull)
         names, count = self.progress.missing()
-        self.actions.append(Park(pull, self.policy.why(i, self.progress), names, count))
+        why = f"the norm of iteration {V} is not known yet" if self.measuring else self.policy.why(i, self.progress)
+        self.actions.append(Park(pull, why, names, count))
 
     def settle(self) -> None:
         progress = self.progress
-        while progress.moved or self.overtime:
+        while (progress.moved or self.overtime) and not self.measuring:
             progress.moved = False
             if not self.is_finished():
                 break
-            self.finish()
+            if self.clips_mean and self.servers > 1 and progress.V in self.held:
+                self.measuring, self.measured_by = True, self.mover
+                self.said = progress.V
+                self.actions.append(self.measure())
+            else:
+                self.finish()
+        if self.clips_mean and self.servers > 1 and self.said < progress.V - 1:
+            self.said = progress.V - 1
+            self.actions.append(Send(REDUCER, SliceNorm(self.rank, self.said, None)))
 
-    def finish(self) -> None:
-        """Iteration V is finished: one step on its mean, if that is how it is, and on to the next."""
+    def measure(self) -> Measure:
+        return Measure(self.progress.V, in_rank_order(self.held[self.progress.V]))
+
+    def on_norm_arrived(self, event: events.NormArrived) -> None:
+        """Takes the step on the mean of V, whose norm is known now. Norms of other iterations are copies."""
+        if self.measuring and event.norm.iteration == self.progress.V:
+            self.now = event.at
+            self.mover = self.measured_by
+            self.measuring = False
+            self.finish(event.norm.norm)
+
+    def reports_to_repeat(self) -> list[Action]:
+        """Returns what a restarted server must report to the reducer again, which may not have it from before."""
+        if self.measuring:
+            return [self.measure()]
+        return [Send(REDUCER, SliceNorm(self.rank, self.said, None))] if self.said >= 0 else []
+
+    def finish(self, norm: float | None = None) -> None:
+        """Finishes iteration V: takes one step on its mean, if the policy has one, and goes on to the next."""
         progress = self.progress
         handles = self.held.pop(progress.V, None)
         if handles:
-            self.apply(in_rank_order(handles), 1.0)
+            # Of a mean, too, those who have finished keep their share, though most add nothing to it any more.
+            last = {handle.source for handle in handles}.intersection(self.view.finished)
+            self.apply(in_rank_order(handles), (len(self.incarnations) + len(last)) / self.sharing, norm)
         progress.rise()
         self.overtime = False
         while (policy := self.plan.in_force(self.rank, progress.V)) is not self.policy and policy != self.policy:
@@ -307,11 +341,11 @@ class Shard(Machine):
         self.answer(pull, reason, self.mover)
 
     def switch(self, policy: CentralPolicy) -> None:
-        """Another policy is in force from now on: no gradient is lost, none waits, nobody stands ahead of V."""
+        """Puts another policy in force: no gradient is lost, no pull waits for the old one, nobody is ahead of V."""
         progress = self.progress
         for iteration in sorted(self.held):
             handles = self.held.pop(iteration)
-            self.apply(in_rank_order(handles), min(1.0, len(handles) / len(self.incarnations)))
+            self.apply(in_rank_order(handles), min(1.0, len(handles) / self.sharing))
         V = progress.V
         to = max(V, *progress.next.values())
         # Whoever is parked has pushed already: what it computes next, it computes under the new policy.
@@ -327,7 +361,7 @@ class Shard(Machine):
                 self.parked.setdefault(self.gate.freed_at(pull.worker, i, to), []).append(pull)
 
     def is_finished(self) -> bool:
-        """Whether iteration V is. Never beyond what some live worker has passed, whatever a policy says."""
+        """Whether iteration V is finished; never beyond what some live worker has passed, whatever a policy says."""
         progress = self.progress
         passed = progress.passed_V()
         if not passed:
@@ -339,7 +373,7 @@ class Shard(Machine):
         return self.overtime and self.policy.finishes_overtime(there, expected, self.workers)
 
     def held_handles(self) -> Iterator[Handle]:
-        """The gradients that wait for their iteration's mean."""
+        """Yields the gradients that wait for their iteration's mean."""
         return chain.from_iterable(self.held.values())
 
     def check(self) -> None:
@@ -349,8 +383,9 @@ class Shard(Machine):
             require(iteration >= progress.V, f"passed[{iteration}] is kept although V is {progress.V}")
             counted = sum(at > iteration for at in progress.next.values())
             require(passed == counted, f"passed[{iteration}] is {passed}, members say {counted}")
-        require(not self.is_finished(), f"iteration {progress.V} is finished, yet V did not rise")
+        require(self.measuring or not self.is_finished(), f"iteration {progress.V} is finished, yet V did not rise")
         require(all(at >= progress.V for at in self.held), f"a gradient older than V={progress.V} is held")
+        require(not self.measuring or progress.V in self.held, "a mean is measured without gradients")
         require(not (self.policy.on_arrival and self.held), "a gradient is held although it applies on arrival")
         parked = {pull.worker: freed_at for freed_at, pulls in self.parked.items() for pull in pulls}
         for worker, pull in self.waiting.items():
@@ -360,5 +395,5 @@ class Shard(Machine):
 
 
 def in_rank_order(handles: list[Handle]) -> tuple[Handle, ...]:
-    """So that a mean does not depend on who came first."""
+    """Sorts handles by rank, so that a mean does not depend on who came first."""
     return tuple(sorted(handles, key=lambda handle: (handle.source, handle.incarnation)))

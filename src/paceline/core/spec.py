@@ -25,27 +25,30 @@ S = TypeVar("S", bound="Spec")
 
 
 def parameter(default: Any, *, low: float | None = None, high: float | None = None, doc: str, also: str = "") -> Any:
-    """Declare a field of a `Spec`: its default, its range (both ends allowed) and what it means.
+    """Declares a field of a `Spec`: its default, its range (both ends allowed) and what it means.
 
     `also` is a second name by which a text may call it, where the paper's is a single letter.
     """
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "doc": doc, "also": also})
 
 
-def option(default: Any, *, low: float | None = None, high: float | None = None, doc: str) -> Any:
-    """A parameter that most do without: its default is not written in the text form."""
-    metadata = {"low": low, "high": high, "doc": doc, "quiet": True}
+def option(
+    default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = (), doc: str
+) -> Any:
+    """Declares a parameter that is seldom set: its default is not written in the text form. A text may have
+    `choices`."""
+    metadata = {"low": low, "high": high, "choices": choices, "doc": doc, "quiet": True}
     return dataclasses.field(default=default, kw_only=True, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A named set of parameters with ranges. Making one with a value out of range raises `ConfigError`."""
+    """A named set of parameters with ranges. A value out of range raises `ConfigError`."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
     origin: ClassVar[str] = ""
-    """What stands for the name in the text form, if it is not in a catalogue: a file and a class in it."""
+    """What stands for the name in the text form if it is not in a catalogue: a file and a class in it."""
 
     def __post_init__(self) -> None:
         types_of = typing.get_type_hints(type(self))
@@ -63,7 +66,7 @@ class Spec:
 
 
 def text_fields(spec: Spec | type[Spec]) -> list[dataclasses.Field[Any]]:
-    """The fields that are part of the text form: those declared with `parameter`."""
+    """Returns the fields that are part of the text form: those declared with `parameter`."""
     return [field for field in dataclasses.fields(spec) if "doc" in field.metadata]
 
 
@@ -75,7 +78,7 @@ NOUNS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true o
 
 
 def check_type(label: str, value: Any, wanted: Any, field: dataclasses.Field[Any]) -> None:
-    """Refuse a value of another type than its field has, whether it came from a text or from Python."""
+    """Refuses a value of another type than its field has, whether it came from a text or from Python."""
     wanted, may_be_none = without_none(wanted)
     if value is None and may_be_none:
         return
@@ -93,14 +96,16 @@ def check_type(label: str, value: Any, wanted: Any, field: dataclasses.Field[Any
 
 
 def without_none(wanted: Any) -> tuple[Any, bool]:
-    """The type a field has when it is not None, and whether it may be."""
+    """Returns the type a field has when it is not None, and whether it may be None."""
     if typing.get_origin(wanted) in (types.UnionType, typing.Union) and type(None) in typing.get_args(wanted):
         return next(choice for choice in typing.get_args(wanted) if choice is not type(None)), True
     return wanted, False
 
 
 def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
-    low, high = field.metadata.get("low"), field.metadata.get("high")
+    low, high, choices = (field.metadata.get(key) for key in ("low", "high", "choices"))
+    if choices and value not in choices:
+        raise ConfigError(f"{label}={value} is not one of {', '.join(choices)}")
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
@@ -110,13 +115,15 @@ def check_range(label: str, value: Any, field: dataclasses.Field[Any]) -> None:
 
 
 def in_brackets(field: dataclasses.Field[Any]) -> str:
-    """The range, behind a message; nothing where there is none."""
+    """Returns the range in brackets, to end a message with; nothing where there is none."""
     bounded = field.metadata.get("low") is not None or field.metadata.get("high") is not None
     return f" ({describe_range(field)})" if bounded else ""
 
 
 def describe_range(field: dataclasses.Field[Any]) -> str:
-    low, high = field.metadata.get("low"), field.metadata.get("high")
+    low, high, choices = (field.metadata.get(key) for key in ("low", "high", "choices"))
+    if choices:
+        return ", ".join(choices[:-1]) + f" or {choices[-1]}"
     if low is not None and high is not None:
         return f"from {write_value(low)} to {write_value(high)}"
     if low is not None:
@@ -127,7 +134,7 @@ def describe_range(field: dataclasses.Field[Any]) -> str:
 
 
 def parse(text: str, catalogue: Mapping[str, type[S]], kind: str) -> S:
-    """Read a text form, looking the name up in `catalogue`."""
+    """Reads a text form, looking the name up in `catalogue`."""
     name, arguments = split(text)
     cls = catalogue.get(name)
     if cls is None:
@@ -138,7 +145,7 @@ def parse(text: str, catalogue: Mapping[str, type[S]], kind: str) -> S:
 
 
 def build(cls: type[S], arguments: Mapping[str, str]) -> S:
-    """Make a `cls` from texts, refusing unknown names and values that cannot be read."""
+    """Makes a `cls` from texts, refusing unknown names and values that cannot be read."""
     fields = {field.name: field for field in text_fields(cls)}
     types_of = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -155,7 +162,7 @@ def build(cls: type[S], arguments: Mapping[str, str]) -> S:
 
 
 def split(text: str) -> tuple[str, dict[str, str]]:
-    """'ssp:staleness=3' -> ('ssp', {'staleness': '3'}); 'ssp(staleness=3)' reads the same."""
+    """Splits 'ssp:staleness=3', or 'ssp(staleness=3)', into ('ssp', {'staleness': '3'})."""
     text = text.strip()
     head, _, rest = text.partition(":")
     if "(" in head and text.endswith(")"):
@@ -207,7 +214,7 @@ def _read(text: str, wanted: Any, label: str, field: dataclasses.Field[Any]) -> 
 
 
 def write_value(value: Any) -> str:
-    """As it stands in a text form."""
+    """Writes a value as it stands in a text form."""
     if isinstance(value, tuple):
         return ":".join(write_value(item) for item in value)
     if isinstance(value, bool):

@@ -1,15 +1,16 @@
-"""Give up a computation whose parameters have become stale, and begin it again on fresh ones (SpecSync, 000, IV and V).
+"""Give up a computation whose parameters have become stale, and begin it again on fresh ones (SpecSync).
 
-Three machines take part; the shards do not know (000, V.B: servers are agnostic). A pull that asks for the same
+Sections and algorithms are those of Zhang et al. 2018 (IV and V). Three machines take part; the shards know nothing of
+it (V.B: servers are agnostic). A pull that asks for the same
 iteration once more is answered like any other, only never parked: its worker had been let through already.
 
     worker       push i, pull i+1; when all parameters are there: notify the scheduler, compute
     scheduler    on a notice: write down the time, and look again after ABORT_TIME; then, if *others* have given notice
-                 more than m * ABORT_RATE times since (m: the live workers): tell the worker to re-sync
+                 more than m * ABORT_RATE times since (m: all workers that are not lost): tell the worker to re-sync
     worker       if it is still computing that iteration, and for the first time: abort, pull again, start over
 
-A notice stands for a push, so the first iteration of a worker's life has none: nothing was pushed before it (000,
-Algorithm 2, lines 2 and 8 to 10). There is one timer for each worker (V.B), which the next notice sets anew: when an
+A notice stands for a push, so the first iteration of an incarnation of a worker has none: nothing was pushed before it
+(Algorithm 2, lines 2 and 8 to 10). There is one timer for each worker (V.B), which the next notice sets anew: when an
 iteration is over sooner than ABORT_TIME, nobody is told to begin it again.
 
 The window is open on the left and closed on the right: a notice that comes at the very instant at which the timer
@@ -20,9 +21,9 @@ An abort is never late by mistake: a computation that is done beats it, a re-syn
 and no iteration is aborted twice, so that every one comes to an end.
 
 **Tuning.** Where ABORT_TIME and ABORT_RATE are not fixed, `tune` finds them from what the scheduler has seen, once an
-epoch: when every live worker has given notice since the last time, and twice in its life, so that its last complete
-iteration is known (000, Algorithm 1; `policies/tuning.py`). Until then, and when `tune` finds nothing, nobody
-speculates.
+epoch: when every live worker has given notice since the last time, and twice in its incarnation, so that its last
+complete iteration is known (Algorithm 1; `policies/specsync_tuning.py`). Until then, and when `tune` finds nothing,
+nobody speculates.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from paceline.core.scheduler import SCHEDULER
 from paceline.core.worker import Worker
 
 FEW = 64
-"""So many notices are not worth looking through."""
+"""So few notices are not worth looking through."""
 MOST = 1000
-"""So many notices for each live worker are kept for the next tuning, however long somebody is silent."""
+"""So many notices for each live worker are kept for the next tuning, however long a worker is silent."""
 
 
 class Speculation(NamedTuple):
@@ -60,25 +61,25 @@ class Iteration(NamedTuple):
 
 
 class Notices(NamedTuple):
-    """What the scheduler was told: when, in order, and by whom."""
+    """The notices the scheduler got: when, in order, and from whom."""
 
     times: Sequence[float]
     workers: Sequence[int]
 
 
-Tune = Callable[[Notices, Mapping[int, Iteration]], Speculation | None]
-"""Each live worker's last iteration, and all notices since the first of them began -> what to do from now on, if
-anything."""
+Tune = Callable[[Notices, Mapping[int, Iteration], int], Speculation | None]
+"""Maps the notices since the first of the live workers' last iterations began, these iterations, and m, to the
+speculation from now on, if any."""
 
 
 class SpeculativeWorker(Worker):
-    """Gives notice when it begins to compute; begins again, once, if it is told to."""
+    """A worker that gives notice when it begins to compute, and begins again, once, if it is told to."""
 
     def __init__(self, rank: int, members: Members) -> None:
         super().__init__(rank, members)
         self.has_pushed = False
         self.aborting = False
-        """It was told to re-sync, and its computation has not ended yet, in one way or the other."""
+        """Whether it was told to re-sync, and its computation has not ended yet in one way or the other."""
 
     def start(self) -> None:
         if self.attempt == 0 and self.has_pushed:
@@ -124,30 +125,32 @@ class Watch(NamedTuple):
 
 
 class Speculator(Machine):
-    """The scheduler: hears who begins an iteration, and sends back those who began too soon."""
+    """The scheduler: it notes who begins an iteration, and has those begin again who began too soon."""
 
     def __init__(self, in_force: Speculation | None, tune: Tune | None) -> None:
         super().__init__()
         self.in_force = in_force
-        """None while nobody is to speculate."""
+        """The speculation in force, or None while nobody is to speculate."""
         self.tune = tune
         self.view_number = 0
         self.incarnations: dict[int, int] = {}
         """The live members and their incarnations."""
+        self.finished = 0
+        """How many workers have done their iterations. They still count in m, as in the scale of a step."""
         self.times: list[float] = []
         self.workers: list[int] = []
-        """When notice was given, and by whom, as far back as a watch or the next tuning looks."""
+        """Who gave the notice of each of `times`, as far back as a watch or the next tuning looks."""
         self.newest: dict[int, tuple[Notify, float]] = {}
-        """The last notice of each worker, and when."""
+        """The last notice of each worker, and its time."""
         self.iterations: dict[int, Iteration] = {}
         """The last complete iteration of each live worker that has given notice twice."""
         self.missing: set[int] = set()
         """Live workers that have not given notice in this epoch."""
         self.timers = 0
         self.watches: dict[int, Watch] = {}
-        """By timer, the last of each worker."""
+        """timer -> what it was set for, for the last timer of each worker."""
         self.watched: dict[int, int] = {}
-        """By worker: its last timer."""
+        """worker -> its last timer."""
         self.many = FEW
         """With so many notices it is time to forget some."""
 
@@ -156,6 +159,7 @@ class Speculator(Machine):
             return
         before, named = self.incarnations, dict(event.view.members)
         self.view_number, self.incarnations = event.view.number, named
+        self.finished = len(event.view.finished)
         for worker in before:
             if named.get(worker) != before[worker]:
                 self.missing.discard(worker)
@@ -174,7 +178,7 @@ class Speculator(Machine):
         self.workers.append(worker)
         self.newest[worker] = (notice, at)
         if self.incarnations.get(worker) != notice.incarnation:
-            return  # a push like any other, but nobody who could be told anything, or whose speed matters
+            return  # it counts as a push, but its sender is no member
         if before is not None and before[0].incarnation == notice.incarnation and at > before[1]:
             self.iterations[worker] = Iteration(before[1], at - before[1])
         self.missing.discard(worker)
@@ -193,30 +197,34 @@ class Speculator(Machine):
         here = self.incarnations.get(notice.worker) == notice.incarnation
         if not here or self.newest[notice.worker][0] != notice:
             return
-        if self.uncovered(watch) > len(self.incarnations) * watch.speculation.abort_rate:
+        if self.uncovered(watch) > self.m * watch.speculation.abort_rate:
             resync = Resync(notice.worker, notice.incarnation, notice.iteration)
             self.actions.append(Send(Node("worker", notice.worker), resync))
 
+    @property
+    def m(self) -> int:
+        return len(self.incarnations) + self.finished
+
     def uncovered(self, watch: Watch) -> int:
-        """How many pushes of others a worker would see that it does not."""
+        """Returns how many pushes of others a worker would see if it began again now."""
         due_s = watch.since_s + watch.speculation.abort_time_s
         first, last = bisect_right(self.times, watch.since_s), bisect_right(self.times, due_s)
         return (last - first) - self.workers[first:last].count(watch.notice.worker)
 
     def settle(self) -> None:
-        """An epoch is over when everybody has given notice in it, and the spans of all are known."""
+        """Ends an epoch when everybody has given notice in it, and the spans of all are known."""
         if len(self.times) >= self.many:
             self.forget()
             self.many = 2 * len(self.times) + FEW
         if self.missing or not self.incarnations or self.iterations.keys() != self.incarnations.keys():
             return
         if self.tune is not None:
-            self.in_force = self.tune(Notices(self.times, self.workers), self.iterations)
+            self.in_force = self.tune(Notices(self.times, self.workers), self.iterations, self.m)
         self.missing = set(self.incarnations)
         self.forget()
 
     def forget(self) -> None:
-        """Keep what a watch or the next tuning may still ask for."""
+        """Forgets the notices that neither a watch nor the next tuning may still ask for."""
         gone = len(self.times)
         if self.tune is not None:
             begun_s = min(map(self.next_began_s, self.incarnations), default=math.inf)
@@ -226,10 +234,11 @@ class Speculator(Machine):
         del self.times[:gone], self.workers[:gone]
 
     def next_began_s(self, worker: int) -> float:
-        """When the iteration began, at the earliest, that will be this worker's last complete one at the next tuning.
+        """Returns the earliest beginning of the iteration that will be this worker's last complete one at the next
+        tuning.
 
-        While somebody is silent others go on, and theirs move on with them. The silent one's does not: that is why
-        there is a limit.
+        While one worker is silent others go on, and theirs move on with them. The silent one's does not, so there is a
+        limit.
         """
         if worker not in self.missing and worker in self.iterations:
             return self.iterations[worker].began_s
@@ -243,5 +252,5 @@ class Speculator(Machine):
 
 
 def place(notice: Notify) -> tuple[int, int]:
-    """A worker's notices rise: one that does not is a copy, or comes from an earlier life."""
+    """Returns the order of a worker's notices: one that does not rise is a copy, or comes from a former incarnation."""
     return notice.incarnation, notice.iteration

@@ -4,10 +4,10 @@ A peer j is an in-neighbour of i if there is an edge j -> i: j sends its paramet
 neighbour in an average, never for tokens, acks or capacities. Edges are plain pairs of ranks.
 
 **Weights.** `weights[i][j]` is what i's average gives to j's update. Each row sums to 1, so that an average is one;
-each column should too, or some peers count for more than others in what all agree on in the end (doubly stochastic;
-003, 3.1). 1/(in-neighbours + 1), the paper's eq. 1, does that where all degrees are equal. Elsewhere: Metropolis
-weights if all edges go both ways, Sinkhorn's alternate scaling of rows and columns if not, which converges because
-everybody has a weight for itself.
+each column should too, or some peers count for more than others in what all agree on in the end (doubly stochastic; Luo
+et al. 2019, 3.1). 1/(in-neighbours + 1), the paper's eq. 1, does that where all degrees are equal. Elsewhere:
+Metropolis weights if all edges go both ways, Sinkhorn's alternate scaling of rows and columns if not, which converges
+because everybody has a weight for itself.
 
 **When peers go**, those who sent to one that is gone send to whom it had sent to: i's neighbours are the live peers
 with a path to i through the dead alone. So a strongly connected graph stays so, whoever is left, and each peer works
@@ -28,7 +28,7 @@ Weights = dict[int, dict[int, float]]
 UNIFORM, METROPOLIS, SINKHORN = "uniform", "Metropolis", "Sinkhorn"
 EXACT = 1e-9
 SWEEPS = 5_000
-"""Of Sinkhorn at most. It needs some dozens on ordinary graphs."""
+"""Sinkhorn's scaling makes at most so many sweeps. It needs some dozens on ordinary graphs."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Topology:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Who is whose neighbour among those alive, and the weights of the averages."""
+    """The neighbours of every live peer, and the weights of the averages."""
 
     ins: dict[int, tuple[int, ...]]
     outs: dict[int, tuple[int, ...]]
     weights: Weights
     rule: str
-    """How the weights were found."""
+    """The rule by which the weights were found."""
 
 
 def topology(size: int, edges: Iterable[Edge], uniform: bool = False) -> Topology:
-    """A checked graph: no edges to oneself, none twice, everybody can be reached from everybody."""
+    """Makes a checked graph: no edge to oneself, none twice, and everybody can be reached from everybody."""
     kept = tuple(sorted({(a, b) for a, b in edges if a != b}))
     for a, b in kept:
         if not (0 <= a < size and 0 <= b < size):
@@ -68,7 +68,7 @@ def topology(size: int, edges: Iterable[Edge], uniform: bool = False) -> Topolog
 
 @lru_cache(maxsize=256)
 def neighbours(graph: Topology, alive: frozenset[int]) -> Neighbours:
-    """The graph of those alive: who was joined through the dead is joined directly."""
+    """Returns the graph of those alive: peers that were joined through the dead are joined directly."""
     backward = _onward((b, a) for a, b in graph.edges)
     ins: dict[int, tuple[int, ...]] = {}
     outs: dict[int, list[int]] = {peer: [] for peer in alive}
@@ -91,7 +91,7 @@ def neighbours(graph: Topology, alive: frozenset[int]) -> Neighbours:
 
 
 def weigh(ins: dict[int, tuple[int, ...]], uniform: bool = False) -> tuple[Weights, str]:
-    """The weights of these neighbourhoods, and by which rule."""
+    """Returns the weights of these neighbourhoods, and the rule they were found by."""
     weights = {peer: dict.fromkeys((*others, peer), 1.0 / (len(others) + 1)) for peer, others in ins.items()}
     if uniform or unevenness(weights) < EXACT:
         return weights, UNIFORM
@@ -112,7 +112,7 @@ def weigh(ins: dict[int, tuple[int, ...]], uniform: bool = False) -> tuple[Weigh
 
 
 def unevenness(weights: Weights) -> float:
-    """How far the column sums are from 1 at most: 0 if doubly stochastic, as rows always sum to 1."""
+    """Returns how far the column sums are from 1 at most: 0 if doubly stochastic, as rows always sum to 1."""
     return max((abs(total - 1.0) for total in _columns(weights).values()), default=0.0)
 
 
@@ -125,14 +125,14 @@ def _columns(weights: Weights) -> dict[int, float]:
 
 
 def distances(graph: Topology) -> dict[int, dict[int, int]]:
-    """d[a][b]: the length of the shortest path a -> b."""
+    """Returns d[a][b], the length of the shortest path a -> b."""
     onward = _onward(graph.edges)
     return {peer: _distances(onward, peer) for peer in range(graph.size)}
 
 
 @lru_cache(maxsize=64)
 def sides(graph: Topology, alive: frozenset[int]) -> dict[int, int] | None:
-    """The two sides of a bipartite graph, peer by peer, the smallest rank on side 0; None if there are no two sides."""
+    """Returns the side of each peer if the graph is bipartite, the smallest rank on side 0; else None."""
     ins = neighbours(graph, alive).ins
     side = {min(alive, default=0): 0}
     ahead = list(side)

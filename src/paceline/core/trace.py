@@ -27,10 +27,12 @@ class Header(Struct, frozen=True, array_like=True, tag=True, gc=False):
     members: Members
     seed: int
     slice_bytes: tuple[int, ...]
+    clips_mean: bool = False
+    """Whether the shards ask for the norm of each mean."""
 
 
 class Record(Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """One step of one machine. `incarnation` tells the lives of a worker apart; servers have 0."""
+    """One step of one machine. `incarnation` tells the processes of a rank apart; servers have 0."""
 
     node: Node
     incarnation: int
@@ -63,24 +65,25 @@ class Trace:
             raise PacelineError(f"this is not a paceline trace: {error}") from None
 
     def story(self, worker: int) -> list[Record]:
-        """What concerns one worker or peer, on all nodes: the first thing to read when it does something odd."""
+        """Returns what concerns one worker or peer, on all nodes: the first thing to read when it does something
+        odd."""
         return [record for record in self.records if _concerns(record, worker)]
 
 
 def encode_records(records: list[Record]) -> bytes:
-    """Lines of a trace file."""
+    """Writes records as the lines of a trace file."""
     return msgspec.json.Encoder().encode_lines(records)
 
 
 def read_records(data: bytes) -> list[Record]:
-    """The records in `data`. A last line cut short by a killed process is left out."""
+    """Reads the records in `data`, but for a last line that a killed process has cut short."""
     decode = msgspec.json.Decoder(Record).decode
     whole, _, _ = data.rpartition(b"\n")
     return [decode(line) for line in whole.split(b"\n") if line]
 
 
 class Divergence(Struct, frozen=True):
-    """A step whose actions came out differently when replayed."""
+    """A step whose actions came out differently when it was replayed."""
 
     index: int
     record: Record
@@ -88,7 +91,7 @@ class Divergence(Struct, frozen=True):
 
 
 def replay(trace: Trace, machine_of: Callable[[Node, Header], Machine]) -> list[Divergence]:
-    """Feed every recorded event into fresh machines; return the steps that came out differently."""
+    """Feeds every recorded event into fresh machines, and returns the steps that came out differently."""
     machines: dict[tuple[Node, int], Machine] = {}
     diverged = []
     for index, record in enumerate(trace):

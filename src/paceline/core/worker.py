@@ -27,27 +27,27 @@ class Worker(Machine):
         self.rank = rank
         self.rest_s = rest_s
         self.pausing = False
-        """It has pushed and does not pull yet."""
+        """Whether it has pushed and does not pull yet."""
         self.incarnation = NOT_STARTED
         self.view_number = 0
         self.iteration = 0
-        """The iteration being computed or asked for."""
+        """The iteration that is computed or asked for."""
         self.attempt = 0
-        """Above 0 where a computation of this iteration was given up (`core/speculation.py`)."""
+        """Above 0 if a computation of this iteration was given up (`core/speculation.py`)."""
         self.computing = False
         self.waiting: set[int] = set()
         """Shards that have not answered yet."""
-        self.look_at(members.servers, 0)
+        self.begin_with(members.servers, 0)
 
-    def look_at(self, servers: int, version: int) -> None:
-        """There are so many shards, and their slices are held in this version."""
+    def begin_with(self, servers: int, version: int) -> None:
+        """Begins with so many shards, whose slices this worker holds in this version."""
         self.shards = [Node("server", shard) for shard in range(servers)]
         self.answered = [self.iteration] * servers
-        """The iteration each shard answered last."""
+        """The last iteration each shard answered."""
         self.versions = [version] * servers
         """The version of each slice this worker holds."""
         self.dropped = [False] * servers
-        """On which shards the last push did not count."""
+        """Whether the last push did not count, for each shard."""
 
     def on_view_changed(self, event: ViewChanged) -> None:
         if event.view.number <= self.view_number:
@@ -62,13 +62,13 @@ class Worker(Machine):
             self.pull(list(range(len(self.shards))), 0)
 
     def on_servers_changed(self, event: ServersChanged) -> None:
-        """The parameters stay as they are, and as stale as the stalest of them."""
+        """Keeps the parameters as they are, and counts all of them as stale as the stalest."""
         if self.incarnation != NOT_STARTED and not self.computing:
             raise IllegalEvent(f"worker {self.rank} is not computing: the servers cannot change now")
         behind = 0
         if self.computing:
             behind = max(then - held for then, held in zip(event.versions, self.versions, strict=True))
-        self.look_at(len(event.nbytes), max(event.versions) - behind)
+        self.begin_with(len(event.nbytes), max(event.versions) - behind)
 
     def on_parameters_arrived(self, event: ParametersArrived) -> None:
         parameters = event.parameters
@@ -109,7 +109,7 @@ class Worker(Machine):
         return self.rest_s > 0
 
     def pause(self) -> None:
-        """Have pushed, and see to it that `resume` is called some time."""
+        """Pauses after a push; `resume` must be called some time."""
         self.actions.append(SetTimer(self.iteration, self.rest_s))
 
     def resume(self) -> None:
@@ -133,12 +133,12 @@ class Worker(Machine):
             self.start()
 
     def start(self) -> None:
-        """All parameters of the iteration are there."""
+        """Starts to compute: all parameters of the iteration are there."""
         self.computing = True
         self.actions.append(Compute(self.iteration, self.attempt))
 
     def agree(self, answered: list[int]) -> int:
-        """The iteration to compute, when the shards answered these."""
+        """Returns the iteration to compute, given the iterations that the shards answered."""
         return max(answered)
 
     def pull(self, shards: list[int], iteration: int) -> None:

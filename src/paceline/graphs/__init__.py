@@ -1,17 +1,19 @@
 """Communication graphs of peers: by name, or from a file.
 
     ring          everybody and its two neighbours in a circle
-    ring-based    the ring, and the most distant node (003, Figure 11)
-    double-ring   two ring-based graphs, joined node to node (003, Figure 11)
+    ring-based    the ring, and the most distant node (Figure 11)
+    double-ring   two ring-based graphs, joined node to node (Figure 11)
     complete      everybody and everybody
     torus         a grid whose rows and columns are rings
     exponential   i sends to i + 1, i + 2, i + 4, ... (directed)
-    hierarchical  complete within a machine, one node of each machine in a ring with the others' (003, Figure 21b)
-    hierarchical-spread   the same, with another node of the machine for each of its two bridges (003, Figure 21c)
+    hierarchical  complete within a machine, one node of each machine in a ring with the others' (Figure 21b)
+    hierarchical-spread   the same, with another node of the machine for each of its two bridges (Figure 21c)
     FILE          .graphml, or a list of edges (anything else): "a b" a line, a sends to b
 
-The hierarchical ones need `machines`: how many peers are on the first machine, the second, ... Live runs know it: there
-machines are the hosts.
+Figures are those of Luo et al. 2019.
+
+The hierarchical graphs need `machines`: how many peers are on the first machine, on the second, and so on. Live runs
+know it: there machines are the hosts.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache
 
+from paceline import user_code
 from paceline.core.topology import Edge, Topology, topology
 from paceline.errors import ConfigError
 from paceline.graphs.files import read_edges, stamp, whole_path
 
+ELSEWHERE = "elsewhere:"
+"""Prefix of a graph's file name that another host has sent. Such a file is never opened here."""
 HIERARCHICAL = ("hierarchical", "hierarchical-spread")
 
 
@@ -94,12 +99,13 @@ def is_file(graph: str) -> bool:
 
 
 def lacks_placement(graph: str, machines: tuple[int, ...] | None) -> bool:
-    """Whether it is not said yet who is on which machine, though the graph asks for it. Live, the hosts say it."""
+    """Whether the graph needs to know which peers are on which machine, and does not. Live runs take it from the
+    hosts."""
     return graph in HIERARCHICAL and machines is None
 
 
 def check_name(graph: str, machines: tuple[int, ...] | None) -> str:
-    """The name, of a file with its whole path. Refuses what means nothing, and a placement where none is used."""
+    """Returns the name, a file's with its whole path. Refuses unknown names, and a placement where none is used."""
     if machines is not None and graph not in HIERARCHICAL:
         raise ConfigError(f"machines= is for the graphs {' and '.join(HIERARCHICAL)}, not for {graph}")
     known = [*NAMED, *HIERARCHICAL]
@@ -107,12 +113,19 @@ def check_name(graph: str, machines: tuple[int, ...] | None) -> str:
         near = get_close_matches(graph, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown graph {graph!r}{hint} (known: {', '.join(known)}, or a file: x.graphml, x.edges)")
-    return graph if graph in known else whole_path(graph)
+    if graph in known or graph.startswith(ELSEWHERE):
+        return graph
+    return ELSEWHERE + graph if user_code.is_remote() else whole_path(graph)
 
 
 def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, uniform: bool = False) -> Topology:
-    """The graph of this name or file for so many peers, checked."""
+    """Makes the graph of this name or file for so many peers, and checks it."""
     name = check_name(graph, machines)
+    if name.startswith(ELSEWHERE):
+        raise ConfigError(
+            f"the graph {name.removeprefix(ELSEWHERE)!r} is a file that another host has named: "
+            "name it on the command line of the host that serves the run (--policy)"
+        )
     if lacks_placement(graph, machines):
         raise ConfigError(f"graph={graph} needs machines=: how many peers each has, as machines=4:2:2")
     return _load(name, peers, machines, uniform, stamp(name) if is_file(name) else 0)
@@ -120,7 +133,7 @@ def load(graph: str, peers: int, machines: tuple[int, ...] | None = None, unifor
 
 @lru_cache(maxsize=64)
 def _load(graph: str, peers: int, machines: tuple[int, ...] | None, uniform: bool, written: int) -> Topology:
-    """The same, found once for each time `written` that the file was."""
+    """Makes the graph, once for each time `written` at which its file was changed."""
     if graph in HIERARCHICAL and machines is not None:
         if sum(machines) != peers:
             raise ConfigError(

@@ -13,19 +13,19 @@ SIZE = 480
 
 
 def places(graph: Topology, radius_x: float, radius_y: float) -> list[tuple[float, float]]:
-    """Where each peer is: clockwise from the top, around (0, 0)."""
+    """Places peers clockwise from the top, around (0, 0)."""
     turns = [2 * math.pi * peer / graph.size for peer in range(graph.size)]
     return [(radius_x * math.sin(turn), -radius_y * math.cos(turn)) for turn in turns]
 
 
 def undirected(graph: Topology) -> list[tuple[Edge, bool]]:
-    """Each pair of peers that are joined once, and whether both ways."""
+    """Returns each pair of joined peers once, and whether it is joined both ways."""
     edges = set(graph.edges)
     return [((a, b), (b, a) in edges) for a, b in graph.edges if a < b or (b, a) not in edges]
 
 
 def in_terminal(graph: Topology, columns: int = 56) -> list[str]:
-    """Lines of text: edges as dots, peers as their ranks."""
+    """Draws the graph as lines of text: edges are dots, peers are their ranks."""
     rows = max(9, columns * 3 // 7)
     wide, high = columns * 2, rows * 4
     cells = [[0] * columns for _ in range(rows)]

@@ -10,11 +10,11 @@ from paceline.core.topology import Edge
 from paceline.errors import ConfigError
 
 NOT_IN_TEXT = re.compile(r"[,()]|\+(?=\s*[A-Za-z_./~])|@\s*\d|^\s|\s$")
-"""What a path cannot have in it: there it would end a policy's parameter, or the policy."""
+"""What a path must not contain: it would end a parameter in a policy's text, or the policy."""
 
 
 def whole_path(name: str) -> str:
-    """The file's whole path, which means the same in every process of a run, whatever folder its script goes to."""
+    """Returns the file's whole path, which means the same in every process of a run, whatever folder it works in."""
     path = str(Path(name).expanduser().absolute())
     if found := NOT_IN_TEXT.search(path):
         raise ConfigError(
@@ -25,7 +25,7 @@ def whole_path(name: str) -> str:
 
 
 def stamp(name: str) -> int:
-    """Another number whenever the file was written anew; 0 if it is not there."""
+    """Returns the time at which the file was written; 0 if it is not there."""
     try:
         return Path(name).stat().st_mtime_ns
     except OSError:
@@ -33,7 +33,8 @@ def stamp(name: str) -> int:
 
 
 def read_edges(name: str, peers: int) -> list[Edge]:
-    """The edges in a file: GraphML, or one edge a line. Nodes are ranks, or names that are ranked in their order."""
+    """Reads edges from GraphML, or from lines of two nodes. Nodes are ranks, or names that are ranked in their
+    order."""
     # Not on top: it takes a quarter of a second, which only those who read files should pay.
     import networkx
 

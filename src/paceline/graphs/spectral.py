@@ -1,8 +1,8 @@
 """How fast what one peer knows spreads to all: spectral gaps. There are two in use, so both are named.
 
-The paper's figures (003, 7.3.6: 0.6667, 0.2682, 0.2688) are 1 - lambda_2, signed, of 1/in-degree *without* self-loops,
-though its footnote defines the gap by norms, |lambda_1| - |lambda_2|. The one by norms, of the weights that are
-really used, is what governs convergence: each average shrinks what peers disagree on by |lambda_2|.
+The paper's figures (Luo et al. 2019, 7.3.6: 0.6667, 0.2682, 0.2688) are 1 - lambda_2, signed, of 1/in-degree *without*
+self-loops, though its footnote defines the gap by norms, |lambda_1| - |lambda_2|. The one by norms, of the weights that
+are really used, is what governs convergence: each average shrinks what peers disagree on by |lambda_2|.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.core.topology import Topology, neighbours
 
 
 def gap_of_graph(graph: Topology) -> float:
-    """1 - lambda_2 (signed) of 1/in-degree without self-loops: the paper's figures."""
+    """Returns 1 - lambda_2 (signed) of 1/in-degree without self-loops, as in the paper's figures."""
     if graph.size == 1:
         return 1.0
     ins = neighbours(graph, frozenset(range(graph.size))).ins
@@ -25,7 +25,7 @@ def gap_of_graph(graph: Topology) -> float:
 
 
 def gap_of_weights(graph: Topology) -> float:
-    """|lambda_1| - |lambda_2| of the weights used, self-loops included: the paper's definition."""
+    """Returns |lambda_1| - |lambda_2| of the weights used, self-loops included, as the paper defines the gap."""
     if graph.size == 1:
         return 1.0
     matrix = np.zeros((graph.size, graph.size))

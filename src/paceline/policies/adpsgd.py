@@ -1,15 +1,16 @@
 """AD-PSGD: peers that average with one random neighbour at a time and never wait for an iteration (Lian et al. 2018).
 
 The rule. While a peer computes, it exchanges parameters with one neighbour drawn at random, and both take the mean;
-then it applies its gradient. Nobody looks at anybody's iteration. The asynchronous baseline of Hop (003, 2.3 and 5).
+then it applies its gradient. Nobody looks at anybody's iteration. The asynchronous baseline of Hop (Luo et al. 2019,
+2.3 and 5).
 
-What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down: in virtual time,
-where offers are answered at once. Live, a peer answers at its next step, so a slow one holds back who has chosen it.
+What it promises. The mean of all parameters changes by gradients alone. A slow peer slows nobody down: it answers
+offers while it computes, and its gradient, of the parameters from before, is applied to what was averaged meanwhile.
 
 What it gives up. Any bound on how far apart peers are. To be free of deadlock it wants a bipartite graph, where one
 side offers and the other answers (ring with an even number of peers, torus with even sides); on others
 everybody offers and those who are busy decline, so some iterations go without an average. Edges must go both ways.
-`core/gossip.py`.
+`core/adpsgd_peer.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
-from paceline.core.gossip import Gossip
+from paceline.core.adpsgd_peer import ADPSGDPeer
 from paceline.core.machine import Machine
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy
@@ -32,7 +33,7 @@ class ADPSGD(PeerPolicy):
     """Peers that average with one random neighbour at a time, without waiting for iterations."""
 
     name: ClassVar[str] = "adpsgd"
-    paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of 003"
+    paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of Luo et al. 2019"
 
     graph: str = parameter("ring", doc="who may average with whom: ring, torus, complete, ... or a file")
     machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
@@ -53,4 +54,4 @@ class ADPSGD(PeerPolicy):
                               "a graph whose edges go both ways")  # fmt: skip
 
     def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
-        return Gossip(rank, graph, seed)
+        return ADPSGDPeer(rank, graph, seed)

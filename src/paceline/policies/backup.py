@@ -4,7 +4,7 @@ The rule. Iteration V is finished when N - `extra` gradients of it are there, N 
 configured (or all that can still come, if workers are lost or have skipped it). The shard takes one step on
 the mean of those gradients. A gradient of a finished iteration is dropped when it arrives, and its worker
 adopts the shard's iteration: its pull is answered at once, for V, or it would stay late for ever. (Sync-Opt
-with backup workers, 004, Algorithms 3 and 4; "drop stragglers" in FluentPS, 001, Table III.)
+with backup workers, Chen et al. 2016, Algorithms 3 and 4; "drop stragglers" in FluentPS, Yao et al. 2019, Table III.)
 
 What it promises. No stale gradient ever: each one applied was computed on the parameters of its own iteration.
 An iteration takes as long as its (N - b)-th fastest worker.
@@ -31,7 +31,7 @@ class Backup(CentralPolicy):
     """An iteration ends with the first N - extra gradients; the others are dropped."""
 
     name: ClassVar[str] = "backup"
-    paper: ClassVar[str] = "004 Alg. 3-4; 001 Table III (drop stragglers)"
+    paper: ClassVar[str] = "Chen et al. 2016, Alg. 3-4; Yao et al. 2019, Table III (drop stragglers)"
     on_arrival: ClassVar[bool] = False
 
     extra: int = parameter(1, low=0, doc="backup workers: how many of the N gradients an iteration does without")

@@ -1,8 +1,8 @@
 """BSP: bulk synchronous parallel. Everybody waits for everybody, every iteration.
 
-The rule. A worker that has pushed iteration i may read when iteration i is finished (i < V), and iteration V
-is finished when every live worker has pushed it. The shard then takes one optimizer step on the mean of the
-iteration's gradients. (FluentPS, 001, Table III; Sync-Opt with no backups, 004, Algorithms 3 and 4.)
+The rule. A worker that has pushed iteration i may read when iteration i is finished (i < V), and iteration V is
+finished when every live worker has pushed it. The shard then takes one optimizer step on the mean of the iteration's
+gradients. (FluentPS, Yao et al. 2019, Table III; Sync-Opt with no backups, Chen et al. 2016, Algorithms 3 and 4.)
 
 What it promises. Exactly the training of one process on the joined batch, whatever the delays: no gradient
 is stale, none is lost, and the result does not depend on who is fast.
@@ -24,7 +24,7 @@ class BSP(CentralPolicy):
     """Everybody waits for everybody, every iteration."""
 
     name: ClassVar[str] = "bsp"
-    paper: ClassVar[str] = "Valiant 1990; 001 Table III; 004 Alg. 3-4 with b = 0"
+    paper: ClassVar[str] = "Valiant 1990; Yao et al. 2019, Table III; Chen et al. 2016, Alg. 3-4 with b = 0"
     on_arrival: ClassVar[bool] = False
     in_step: ClassVar[bool] = True
 

@@ -5,7 +5,7 @@ The time an iteration is given is `factor` times the `quantile` of those. When i
 as soon as at least `least` (a share of the workers configured) of its gradients are there; when all are there it
 is finished anyway. One step on the mean. What comes later is dropped, and its worker adopts the shard's
 iteration, as under Backup. Until as many gradients as there are workers have been seen, everybody is waited for.
-(Revisiting Distributed Synchronous SGD, 004, names dynamic timeouts as future work, section 5.)
+(Revisiting Distributed Synchronous SGD, Chen et al. 2016, names dynamic timeouts as future work, section 5.)
 
 What it promises. No stale gradient ever, like Backup; and unlike Backup it drops nobody when nobody is slow, and
 as many as are slow when several are. An iteration takes at most `factor` times the quantile, or what it takes for
@@ -22,14 +22,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress, name_workers
+from paceline.core.pull_gate import PullGate
 from paceline.core.spec import parameter
 
 REMEMBERED = 64
-"""Iterations whose start is remembered: what comes later than that teaches nothing."""
+"""The start of so many iterations is remembered: gradients of older ones are not learned from."""
 ROUNDS = 4
 """The time is learned from the last so many gradients of each worker."""
 
@@ -39,7 +39,7 @@ class Deadline(CentralPolicy):
     """An iteration ends with those who pushed within a time learned from recent arrivals."""
 
     name: ClassVar[str] = "deadline"
-    paper: ClassVar[str] = "004 section 5 (dynamic timeouts)"
+    paper: ClassVar[str] = "Chen et al. 2016, section 5 (dynamic timeouts)"
     on_arrival: ClassVar[bool] = False
 
     quantile: float = parameter(0.5, low=0, high=1, doc="of the recent arrival times that the deadline is made of")
@@ -58,19 +58,19 @@ class Deadline(CentralPolicy):
     def why(self, i: int, progress: Progress) -> str:
         return f"iteration {progress.V} is within its time, {name_workers(*progress.missing())} not there"
 
-    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+    def gate(self, rank: int, members: Members, seed: int) -> PullGate:
         return DeadlineGate(self, members.workers)
 
 
-class DeadlineGate(Gate):
+class DeadlineGate(PullGate):
     def __init__(self, policy: Deadline, workers: int) -> None:
         super().__init__(policy)
         self.deadline = policy
         self.workers = workers
         self.began: dict[int, float] = {}
-        """When each recent iteration began on this shard."""
+        """recent iteration -> when it began on this shard."""
         self.took: deque[float] = deque(maxlen=ROUNDS * workers)
-        """How long after that recent gradients arrived."""
+        """How long after the start of their iteration recent gradients arrived."""
 
     def note_push(self, handle: Handle, at: float, significance: float | None) -> None:
         began = self.began.get(handle.iteration)

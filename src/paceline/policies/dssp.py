@@ -1,11 +1,11 @@
 """DSSP: dynamic SSP. How far a worker may run ahead is chosen, each time, so that it waits least.
 
-The rule. Up to `low` iterations ahead of the slowest a worker reads at once, as under SSP(low). When it would be
-parked there, the shard predicts from the latest intervals (time parked here left out) when this worker would push
-again and when the slowest would. It lets the worker do the r further iterations, up to `high` ahead, after which
-the wait for the slowest's next push is predicted to be shortest (ties: the smallest r). It is then parked until V
-rises, or, `lazy`, until V has passed its own iteration. (Zhao et al. 2019, as told in ZipLine, 002, sections 6.2
-and 7; it fills the slot of DSPS in FluentPS, 001, Table III: a rule that changes s while running.)
+The rule. Up to `low` iterations ahead of the slowest a worker reads at once, as under SSP(low). When it would be parked
+there, the shard predicts from the latest intervals (time parked here left out) when this worker would push again and
+when the slowest would. It lets the worker do the r further iterations, up to `high` ahead, after which the wait for the
+slowest's next push is predicted to be shortest (ties: the smallest r). It is then parked until V rises, or, `lazy`,
+until V has passed its own iteration. (Zhao et al. 2019, as told in ZipLine, Zhao et al. 2021, sections 6.2 and 7; it
+fills the slot of DSPS in FluentPS, Yao et al. 2019, Table III: a rule that changes s while running.)
 
 What it promises. SSP's bound with s = `high`, and shorter waits: a worker does not stop just before a long one.
 
@@ -20,10 +20,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.gate import Gate
 from paceline.core.messages import Handle, Members
-from paceline.core.policy import CentralPolicy, lazy_option, staleness_weighted_option
+from paceline.core.policy import CentralPolicy, lazy_option, scale_option, staleness_weighted_option
 from paceline.core.progress import Progress, name_workers
+from paceline.core.pull_gate import PullGate
 from paceline.core.spec import parameter
 from paceline.errors import ConfigError
 
@@ -33,12 +33,13 @@ class DSSP(CentralPolicy):
     """SSP whose bound is chosen between `low` and `high`, for the shortest predicted wait."""
 
     name: ClassVar[str] = "dssp"
-    paper: ClassVar[str] = "Zhao et al. 2019; 002 section 7; 001 Table III (DSPS)"
+    paper: ClassVar[str] = "Zhao et al. 2019; Zhao et al. 2021, section 7; Yao et al. 2019, Table III (DSPS)"
     on_arrival: ClassVar[bool] = True
 
     low: int = parameter(3, low=0, doc="how many iterations ahead of the slowest a worker always may be")
     high: int = parameter(15, low=0, doc="how many at most, when that makes the wait shorter")
     lazy: bool = lazy_option()
+    scale: str = scale_option()
     staleness_weighted: bool = staleness_weighted_option()
 
     def __post_init__(self) -> None:
@@ -57,19 +58,20 @@ class DSSP(CentralPolicy):
         ahead = i + 1 - progress.V
         return f"{ahead} ahead of {name_workers(*progress.missing())}, bound {self.low} to {self.high}"
 
-    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+    def gate(self, rank: int, members: Members, seed: int) -> PullGate:
         return DSSPGate(self)
 
 
-class DSSPGate(Gate):
+class DSSPGate(PullGate):
     def __init__(self, policy: DSSP) -> None:
         super().__init__(policy)
         self.dssp = policy
         self.last: dict[int, float] = {}
-        """When each worker pushed last (when it was released, if it was parked then), and how long that push took."""
+        """When each worker pushed last, or was released if it was parked since."""
         self.interval: dict[int, float] = {}
+        """How long each worker's last iteration took."""
         self.allowed: dict[int, int] = {}
-        """The iteration up to which each worker may go on without being asked again."""
+        """The iteration up to which each worker may go on without another decision."""
 
     def note_push(self, handle: Handle, at: float, significance: float | None) -> None:
         worker = handle.source
@@ -97,7 +99,7 @@ class DSSPGate(Gate):
         return i < allowed
 
     def further(self, worker: int, gap: int, progress: Progress) -> int:
-        """How many further iterations make the predicted wait for the slowest's next push shortest."""
+        """Returns how many further iterations make the predicted wait for the slowest's next push shortest."""
         slowest, _ = progress.missing()
         pace = self.interval.get(worker, 0.0)
         if pace <= 0.0 or not slowest or not all(self.interval.get(other, 0.0) > 0.0 for other in slowest):
@@ -111,6 +113,6 @@ class DSSPGate(Gate):
         return best
 
     def next_push(self, worker: int, after: float) -> float:
-        """When this worker's first push at or after `after` is predicted."""
+        """Predicts when this worker's first push at or after `after` comes."""
         steps = math.ceil((after - self.last[worker]) / self.interval[worker])
         return self.last[worker] + max(1, steps) * self.interval[worker]

@@ -1,11 +1,18 @@
 """ElasticBSP: barriers as in BSP, but where the predicted wait is shortest; between them nobody waits.
 
-The rule. Between barriers every pull is answered at once and every gradient applied when it arrives, with lr/N, as
-under ASP. One scheduler watches the pushes of all workers. When each has made two since the last barrier, it predicts
-from its intervals when each will end its next `lookahead` iterations, chooses for each the iteration after which it is
-to stop, so that all arrive as close together as can be (ZipLine, `policies/zipline.py`), and tells the shards. A
-worker at its stop is parked until all are at theirs; they go on together, and it begins again. (Zhao et al. 2021,
-002, sections 3 and 4; the machines are in `core/planning.py` and `core/planner.py`.)
+The rule. Between barriers every pull is answered at once and every gradient applied when it arrives, with lr/N or,
+`scale=none`, lr, as under ASP. One scheduler watches the pushes of all workers. When each has made two since the last
+barrier, it predicts from its intervals when each will end its next `lookahead` iterations, chooses for each the
+iteration after which it is to stop, so that all arrive as close together as can be (ZipLine, `policies/zipline.py`),
+and tells the shards. A worker at its stop is parked until all are at theirs; they go on together, and it begins again.
+(Zhao et al. 2021, sections 3 and 4; the machines are in `core/planned_barrier.py` and `core/barrier_scheduler.py`.)
+
+The grace, a departure. In the paper the server that plans also answers the workers, so a plan holds from the instant
+it is made. Here it travels to the shards, and a worker about to end an iteration may be answered before it is there.
+So nobody is planned to stop at an iteration of which less than a tenth is left; the choice is among its other ends.
+Where speeds last, the plan is the paper's nevertheless, to the letter: the earliest barrier is an interval of the
+slowest away, and by then whoever was about to end an iteration has ended another. With `lookahead=1` there is no other
+end, and that one is planned. Should the plan come too late for it, the worker does one iteration more and then waits.
 
 What it promises. With speeds that differ but last, the wait at its barriers, per iteration of the slowest, is never
 longer than BSP's, and shorter from a ratio of slowest to fastest of 1.4 on (with a `lookahead` of 2 or more). While the
@@ -24,15 +31,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.core.barrier_scheduler import BarrierScheduler, IntervalPredictor
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Role
-from paceline.core.planner import Planner, Predictor
-from paceline.core.planning import NotifyingWorker, PlannedShard
-from paceline.core.policy import CentralPolicy, staleness_weighted_option
+from paceline.core.planned_barrier import NotifyingWorker, PlannedShard
+from paceline.core.policy import CentralPolicy, scale_option, staleness_weighted_option
 from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
 from paceline.policies import zipline
-from paceline.policies.predicting import Latest, Mean, Median
+from paceline.policies.interval_prediction import LatestInterval, MeanInterval, MedianInterval
 
 PREDICTORS = ("latest", "mean", "median")
 DEFAULT_ALPHA = 0.3
@@ -44,7 +51,7 @@ class ElasticBSP(CentralPolicy):
     """Barriers where the predicted wait is shortest, planned for all; between them nobody waits."""
 
     name: ClassVar[str] = "elastic"
-    paper: ClassVar[str] = "002 sections 3-5 (ElasticBSP, ZipLine)"
+    paper: ClassVar[str] = "Zhao et al. 2021, sections 3-5 (ElasticBSP, ZipLine)"
     on_arrival: ClassVar[bool] = True
     has_scheduler: ClassVar[bool] = True
     servers_may_change: ClassVar[bool] = False
@@ -52,15 +59,16 @@ class ElasticBSP(CentralPolicy):
     lookahead: int = parameter(
         15, low=1, high=10_000, doc="R: how many iterations of each worker are predicted and planned over"
     )
-    predict: str = option("latest", doc="how long an iteration will take: latest (as the paper), mean or median")
+    predict: str = option(
+        "latest", choices=PREDICTORS, doc="how long an iteration will take: latest (as the paper), mean or median"
+    )
     alpha: float | None = option(None, low=0, high=1, doc="predict=mean: weight of the newest interval (0.3)")
     recent: int | None = option(None, low=1, doc="predict=median: of how many intervals (9)")
+    scale: str = scale_option()
     staleness_weighted: bool = staleness_weighted_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.predict not in PREDICTORS:
-            raise ConfigError(f"elastic:predict={self.predict} is not known: {', '.join(PREDICTORS)}")
         for key, needs in (("alpha", "mean"), ("recent", "median")):
             if getattr(self, key) is not None and self.predict != needs:
                 raise ConfigError(f"elastic:{key} belongs to predict={needs}, not to predict={self.predict}")
@@ -73,11 +81,11 @@ class ElasticBSP(CentralPolicy):
     def freed_at(self, i: int, V: int) -> int:
         raise AssertionError("no V frees a pull that waits for a planned barrier")
 
-    def predictor(self) -> Predictor:
-        """What predicts one worker."""
+    def predictor(self) -> IntervalPredictor:
+        """Makes a predictor of one worker's intervals."""
         if self.predict == "mean":
-            return Mean(DEFAULT_ALPHA if self.alpha is None else self.alpha)
-        return Median(self.recent or DEFAULT_RECENT) if self.predict == "median" else Latest()
+            return MeanInterval(DEFAULT_ALPHA if self.alpha is None else self.alpha)
+        return MedianInterval(self.recent or DEFAULT_RECENT) if self.predict == "median" else LatestInterval()
 
     def machine(self, role: Role, rank: int, members: Members, seed: int) -> Machine:
         if role == "worker":
@@ -85,5 +93,5 @@ class ElasticBSP(CentralPolicy):
         if role == "server":
             return PlannedShard(self, rank, members, seed)
         if role == "scheduler":
-            return Planner(self.lookahead, self.predictor, zipline.plan, members)
+            return BarrierScheduler(self.lookahead, self.predictor, zipline.plan, members)
         raise ConfigError(f"{self} has no machine for the role {role!r}")

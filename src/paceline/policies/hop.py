@@ -1,22 +1,24 @@
-"""Hop: no server; each peer has parameters of its own and averages them with its neighbours' (003).
+"""Hop: no server; each peer has parameters of its own and averages them with its neighbours' (Luo et al. 2019).
+
+Sections, tables and equations below are those of that paper.
 
 The rule. Peers sit on a graph. In each iteration a peer sends its parameters to its out-neighbours, computes a
 gradient, averages what its in-neighbours sent with its own, and applies the gradient (`order=parallel`; with
 `order=serial` it applies first and sends what came out: more exact, but the exchange cannot hide behind the computing;
-003, 3.2). It goes on from iteration k when
+3.2). It goes on from iteration k when
 
     standard        an update of k from every in-neighbour is there;
-    backup=b        ... from all but b (003, 4.3);
-    staleness=s     ... the newest of each is of k-s or later (003, 4.4), averaged by how new they are (eq. 2);
+    backup=b        ... from all but b (4.3);
+    staleness=s     ... the newest of each is of k-s or later (4.4), averaged by how new they are (eq. 2);
     both            ... of all but b;
-    notify_ack      as standard, and its own update of k-1 has been averaged in by all out-neighbours (003, 3.3).
+    notify_ack      as standard, and its own update of k-1 has been averaged in by all out-neighbours (3.3).
 
-`max_gap` bounds how far a peer runs ahead of those it sends to, by tokens (003, 4.2); with backup it must be given,
+`max_gap` bounds how far a peer runs ahead of those it sends to, by tokens (4.2); with backup it must be given,
 for there nothing else bounds the gap. With `skip`, a peer that finds all its out-neighbours at least `trigger` ahead
-jumps towards them, at most so many iterations at once (003, 5). `core/peer.py`.
+jumps towards them, at most so many iterations at once (5). `core/hop_peer.py`.
 
 What it promises. Nobody waits for the whole cluster: a slow peer is felt by its neighbours first, and reaches others
-as far as gaps may grow. i is ahead of j by at most (003, Table 1; d(j->i) is the length of the shortest path)
+as far as gaps may grow. i is ahead of j by at most (Table 1; d(j->i) is the length of the shortest path)
 
     standard d(j->i), staleness (s+1) d(j->i), notify_ack min(d(j->i), 2 d(i->j)), and with tokens max_gap d(i->j).
 
@@ -34,13 +36,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline import graphs
+from paceline.core.hop_peer import HopPeer
 from paceline.core.machine import Machine
 from paceline.core.messages import Members
-from paceline.core.peer import Peer
 from paceline.core.policy import PeerPolicy
 from paceline.core.spec import option, parameter
 from paceline.core.topology import Topology, neighbours
-from paceline.core.updates import Rules
+from paceline.core.update_queue import HopRules
 from paceline.errors import ConfigError
 
 ORDERS = ("parallel", "serial")
@@ -52,7 +54,7 @@ class Hop(PeerPolicy):
     """Peers on a graph, without a server: each averages its parameters with its neighbours'."""
 
     name: ClassVar[str] = "hop"
-    paper: ClassVar[str] = "003 (Hop)"
+    paper: ClassVar[str] = "Luo et al. 2019 (Hop)"
 
     graph: str = parameter("ring-based", doc="who sends to whom: ring, ring-based, torus, ... or a file")
     backup: int = option(0, low=0, doc="how many in-neighbours need not be waited for; needs max_gap")
@@ -61,15 +63,16 @@ class Hop(PeerPolicy):
     skip: int | None = option(None, low=2, doc="how many iterations a peer that is behind may jump at once")
     trigger: int | None = option(None, low=1, doc="how far behind all out-neighbours it jumps; 2 if it can be")
     notify_ack: bool = option(False, doc="also wait until out-neighbours have used the update before (NOTIFY-ACK)")
-    order: str = option("parallel", doc="parallel: send, then compute; serial: compute, apply, then send")
-    weights: str = option("balanced", doc="balanced: doubly stochastic; uniform: 1/in-degree whatever comes of it")
+    order: str = option(
+        "parallel", choices=ORDERS, doc="parallel: send, then compute; serial: compute, apply, then send"
+    )
+    weights: str = option(
+        "balanced", choices=WEIGHTS, doc="balanced: doubly stochastic; uniform: 1/in-degree whatever comes of it"
+    )
     machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, known in (("order", self.order, ORDERS), ("weights", self.weights, WEIGHTS)):
-            if value not in known:
-                raise ConfigError(f"hop:{name}={value} is not one of {', '.join(known)}")
         object.__setattr__(self, "graph", graphs.check_name(self.graph, self.machines))
         if self.notify_ack and (self.backup or self.staleness is not None or self.max_gap is not None):
             raise ConfigError("hop:notify_ack bounds the gap by itself: it goes without backup, staleness and max_gap")
@@ -92,17 +95,17 @@ class Hop(PeerPolicy):
 
     @property
     def longest_behind(self) -> int:
-        """How far neighbours can get ahead of a peer, which is what may trigger a jump."""
+        """Returns how far neighbours can get ahead of a peer, which is what may trigger a jump."""
         bounds = [self.max_gap] if self.max_gap is not None else []
         if self.staleness is not None and not self.backup:
             bounds.append(self.staleness + 1)
         return min(bounds, default=1)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> HopRules:
         trigger = min(2, self.longest_behind) if self.trigger is None else self.trigger
         serial = self.order == "serial"
-        return Rules(self.backup, self.staleness, self.max_gap, self.notify_ack, self.skip, trigger, serial)
+        return HopRules(self.backup, self.staleness, self.max_gap, self.notify_ack, self.skip, trigger, serial)
 
     def topology(self, peers: int) -> Topology:
         return graphs.load(self.graph, peers, self.machines, self.weights == "uniform")
@@ -127,4 +130,4 @@ class Hop(PeerPolicy):
         return min(freely, self.max_gap * there) if self.max_gap is not None else freely
 
     def peer(self, rank: int, graph: Topology, seed: int) -> Machine:
-        return Peer(rank, graph, self.rules)
+        return HopPeer(rank, graph, self.rules)

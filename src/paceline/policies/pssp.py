@@ -1,7 +1,7 @@
 """PSSP: probabilistic SSP. Beyond the staleness bound a worker is stopped only with some probability.
 
 The rule. A worker that has pushed iteration i is k = i - V ahead. While k < s it may read, as under SSP. From
-k = s on it is parked with probability P, and otherwise goes on. (FluentPS, 001, III.E and Table III.)
+k = s on it is parked with probability P, and otherwise goes on. (FluentPS, Yao et al. 2019, III.E and Table III.)
 
     constant      P = c                          c = 0 is ASP, c = 1 is SSP
     dynamic       P = alpha / (1 + e^(s - k))    alpha/2 at k = s, rising with the gap
@@ -22,10 +22,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.gate import Gate, coin
 from paceline.core.messages import Handle, Members
-from paceline.core.policy import CentralPolicy, lazy_option, staleness_weighted_option
+from paceline.core.policy import CentralPolicy, lazy_option, scale_option, staleness_weighted_option
 from paceline.core.progress import Progress, name_workers
+from paceline.core.pull_gate import PullGate, coin
 from paceline.core.spec import option, parameter
 from paceline.errors import ConfigError
 
@@ -37,7 +37,7 @@ class PSSP(CentralPolicy):
     """Beyond `staleness` iterations ahead of the slowest, a worker is stopped with some probability."""
 
     name: ClassVar[str] = "pssp"
-    paper: ClassVar[str] = "001 III.E, Table III"
+    paper: ClassVar[str] = "Yao et al. 2019, III.E, Table III"
     on_arrival: ClassVar[bool] = True
 
     staleness: int = parameter(3, low=0, doc="how many iterations a worker may be ahead without being asked to wait")
@@ -48,6 +48,7 @@ class PSSP(CentralPolicy):
     significance: bool = option(False, doc="dynamic, with alpha = |g|/|w| of the worker's last push")
     apart: bool = option(False, doc="each shard throws its own coin, as in the paper")
     lazy: bool = lazy_option()
+    scale: str = scale_option()
     staleness_weighted: bool = staleness_weighted_option()
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class PSSP(CentralPolicy):
             raise ConfigError(f"{self}: give one of c, alpha and significance")
 
     def chance(self, gap: int, significance: float = 0.0) -> float:
-        """The probability P with which a worker that is `gap` ahead, the bound reached, is parked."""
+        """Returns the probability P with which a worker that is `gap` ahead, at or beyond the bound, is parked."""
         if self.alpha is None and not self.significance:
             return DEFAULT_C if self.c is None else self.c
         alpha = significance if self.alpha is None else self.alpha
@@ -75,11 +76,11 @@ class PSSP(CentralPolicy):
         ahead = i + 1 - progress.V
         return f"{ahead} ahead of {name_workers(*progress.missing())}, bound {self.staleness}, and lost the toss"
 
-    def gate(self, rank: int, members: Members, seed: int) -> Gate:
+    def gate(self, rank: int, members: Members, seed: int) -> PullGate:
         return PSSPGate(self, (seed, rank) if self.apart else (seed,))
 
 
-class PSSPGate(Gate):
+class PSSPGate(PullGate):
     def __init__(self, policy: PSSP, seeds: tuple[int, ...]) -> None:
         super().__init__(policy)
         self.pssp = policy

@@ -1,12 +1,12 @@
 """SpecSync: begin at once, and begin again if much has changed since.
 
-The rule. Workers push and pull as under `base`. A worker that has its parameters tells the scheduler and computes.
-The scheduler looks after ABORT_TIME: if the others have pushed more than m * ABORT_RATE times by then (m workers), the
+The rule. Workers push and pull as under `base`. A worker that has its parameters tells the scheduler and computes. The
+scheduler looks after ABORT_TIME: if the others have pushed more than m * ABORT_RATE times by then (m workers), the
 worker gives up what it has, pulls again and starts over, on parameters that have these updates in them; once in an
-iteration at most. Naive waiting pays its delay in every iteration; this pays only when there is something to be had
-for it. (SpecSync, 000, IV and V, Algorithm 2; the machines are in `core/speculation.py`.) Both numbers are tuned by
-the scheduler once an epoch from the pushes of the last (Algorithm 1, `policies/tuning.py`), or fixed with
-`abort_time` (seconds) and `abort_rate`; `paceline tune specsync` tries a grid of those.
+iteration at most. Naive waiting pays its delay in every iteration; this pays only when there is something to be had for
+it. (SpecSync, Zhang et al. 2018, IV and V, Algorithm 2; the machines are in `core/speculation.py`.) Both numbers are
+tuned by the scheduler once an epoch from the pushes of the last (Algorithm 1, `policies/specsync_tuning.py`), or fixed
+with `abort_time` (seconds) and `abort_rate`; `paceline tune specsync` tries a grid of those.
 
 What it promises. What `base` promises: asp, or ssp and its kin. The second pull of an iteration waits for nobody, so
 nothing is parked that would not be, and parameters only get fresher.
@@ -27,16 +27,16 @@ from paceline.core.messages import Members, Role
 from paceline.core.spec import option, parameter
 from paceline.core.speculation import Speculation, SpeculativeWorker, Speculator
 from paceline.errors import ConfigError
-from paceline.policies.around import Around
-from paceline.policies.tuning import tune
+from paceline.policies.specsync_tuning import tune
+from paceline.policies.wrapper import PolicyWrapper
 
 
 @dataclass(frozen=True)
-class SpecSync(Around):
+class SpecSync(PolicyWrapper):
     """A worker gives up a computation and starts over on fresh parameters when others have pushed much since."""
 
     name: ClassVar[str] = "specsync"
-    paper: ClassVar[str] = "000 (speculative synchronization)"
+    paper: ClassVar[str] = "Zhang et al. 2018 (speculative synchronization)"
     has_scheduler: ClassVar[bool] = True
     servers_may_change: ClassVar[bool] = False
 

@@ -1,10 +1,11 @@
 """SSP: stale synchronous parallel. The fastest waits when it is too far ahead of the slowest.
 
-The rule. A worker that has pushed iteration i may read while i < V + s, where V is the first iteration that
-some live worker has not pushed and s is `staleness`. Otherwise its pull is parked and answered at the next V
-that makes the condition true (the soft barrier), or, `lazy`, when V has passed i itself, so that it reads
-every update up to its own iteration (001, III.C). Gradients are applied on arrival with lr/N. (FluentPS, 001,
-Table III; Ho et al. 2013. Figure 3 of 001 is off by one against its own Table III: the table holds.)
+The rule. A worker that has pushed iteration i may read while i < V + s, where V is the first iteration that some live
+worker has not pushed and s is `staleness`. Otherwise its pull is parked and answered at the next V that makes the
+condition true (the soft barrier), or, `lazy`, when V has passed i itself, so that it reads every update up to its own
+iteration (Yao et al. 2019, III.C). Gradients are applied on arrival with lr/N, or with lr (`scale=none`). (FluentPS,
+Yao et al. 2019, Table III; Ho et al. 2013. Figure 3 of Yao et al. 2019 is off by one against its own Table III: the
+table holds.)
 
 What it promises. A worker that starts iteration c has seen every update up to c - s - 1 of every worker. With
 s = 0 the gate is BSP's: i < V.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.policy import CentralPolicy, lazy_option, staleness_weighted_option
+from paceline.core.policy import CentralPolicy, lazy_option, scale_option, staleness_weighted_option
 from paceline.core.progress import Progress, name_workers
 from paceline.core.spec import parameter
 
@@ -28,11 +29,12 @@ class SSP(CentralPolicy):
     """The fastest waits when it is `staleness` iterations ahead of the slowest."""
 
     name: ClassVar[str] = "ssp"
-    paper: ClassVar[str] = "Ho et al. 2013; 001 Table III"
+    paper: ClassVar[str] = "Ho et al. 2013; Yao et al. 2019, Table III"
     on_arrival: ClassVar[bool] = True
 
     staleness: int = parameter(3, low=0, doc="how many iterations a worker may be ahead of the slowest")
     lazy: bool = lazy_option()
+    scale: str = scale_option()
     staleness_weighted: bool = staleness_weighted_option()
 
     def may_pull(self, i: int, V: int) -> bool:

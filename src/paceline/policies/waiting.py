@@ -1,9 +1,9 @@
 """Naive waiting: a worker pushes, rests for a constant time, and only then pulls.
 
-The rule. Between its push and its pull each worker waits `delay_s`, so that more of the others' updates are in
-what it reads. Everything else is the policy it is put on top of, `base`: ASP as in the paper, or another.
-(SpecSync, 000, III: the straw man that speculation improves on. There, of an iteration of 14 s, waiting 1 s
-helped and 5 s hurt.)
+The rule. Between its push and its pull each worker waits `delay_s`, so that more of the others' updates are in what it
+reads. Everything else is the policy it is put on top of, `base`: ASP as in the paper, or another. (SpecSync, Zhang et
+al. 2018, III: the straw man that speculation improves on. There, of an iteration of 14 s, waiting 1 s helped and 5 s
+hurt.)
 
 What it promises. Fresher parameters, by as many updates as the others make in that time.
 
@@ -20,15 +20,15 @@ from paceline.core.messages import Members, Role
 from paceline.core.spec import parameter
 from paceline.core.worker import Worker
 from paceline.errors import ConfigError
-from paceline.policies.around import Around
+from paceline.policies.wrapper import PolicyWrapper
 
 
 @dataclass(frozen=True)
-class Waiting(Around):
+class Waiting(PolicyWrapper):
     """A worker rests for a constant time between its push and its pull; the rest is up to `base`."""
 
     name: ClassVar[str] = "waiting"
-    paper: ClassVar[str] = "000 section III (naive waiting)"
+    paper: ClassVar[str] = "Zhang et al. 2018, section III (naive waiting)"
 
     delay_s: float = parameter(0.02, low=0, doc="seconds between push and pull")
     base: str = parameter("asp", doc="the policy it is put on top of, as ssp(staleness=3)")

@@ -1,10 +1,10 @@
 """ZipLine's plan: when should workers of unequal speed meet, so that the first to arrive waits least?
 
-The problem (ZipLine, 002, section 4). Row p of an (n, R) matrix holds the times at which worker p is predicted to end
-its next R iterations. Choose one time of each row; the barrier is at the latest of them, and the worker with the
-earliest waits for max - min. Make that wait as short as can be; among equals, the earliest barrier (002, 4.2: the
-longer nobody meets, the staler the gradients). At a barrier e each worker stops after its last iteration that ends
-not after e.
+The problem (ZipLine, Zhao et al. 2021, section 4). Row p of an (n, R) matrix holds the times at which worker p is
+predicted to end its next R iterations. Choose one time of each row; the barrier is at the latest of them, and the
+worker with the earliest waits for max - min. Make that wait as short as can be; among equals, the earliest barrier
+(Zhao et al. 2021, 4.2: the longer nobody meets, the staler the gradients). At a barrier e each worker stops after its
+last iteration that ends not after e.
 
 The paper's way (`paceline.zipline` has it) scans all times in order and keeps a window of n of them. Here instead:
 fix the moment l before which nobody may stop. A worker in the iteration that runs from s to e, s < l <= e, then stops
@@ -36,33 +36,33 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.errors import ConfigError
 
 Times = NDArray[np.float64]
-"""(workers, iterations): when each ends, each row ascending."""
+"""An array (workers, iterations) of the times at which iterations end, each row ascending."""
 
 FEWEST = 200
-"""With fewer workers than that, all is sorted sooner than it is found out what need not be."""
+"""With fewer workers it is faster to sort all iterations than to find out which need not be sorted."""
 SLOWEST = 5
-"""Those solved for first are taken evenly from the slowest fifth ..."""
+"""The few that are solved for first are taken evenly from the slowest fifth."""
 ROOTS = 3
-"""... and are three times the root of all: enough for a good bound, few beside the rest."""
+"""The few are three times the root of all: enough for a good bound, and a small part of the work."""
 CELLS = 2
-"""The table of their staircase has two cells for each of their iterations."""
+"""The table of the few's staircase has two cells for each of their iterations."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where to meet: each worker stops after its iteration of this index (from 0) and waits for the barrier."""
+    """A plan says where to meet: each worker stops after one of its iterations and waits for the barrier."""
 
     time: float
-    """Of the barrier: when the last one arrives."""
+    """The time of the barrier: when the last worker arrives."""
     wait: float
-    """How long the first to arrive waits for it."""
+    """How long the first worker to arrive waits for the barrier."""
     iterations: tuple[int, ...]
-    """Of each worker, its index in the worker's row."""
+    """The index, in each worker's row, of the iteration it stops after."""
 
 
 def plan(times: ArrayLike) -> Plan:
-    """The barrier with the shortest wait for these (n, R) iteration ends; among equals the earliest."""
-    ends, lengths = checked(times)
+    """Finds the barrier with the shortest wait for these (n, R) iteration ends; among equals the earliest."""
+    ends, lengths = check_times(times)
     starts, stops = ends[:, :-1], ends[:, 1:]
     first, last = float(ends[:, 0].max()), float(ends[:, -1].min())
     if len(ends) >= FEWEST and lengths.size:
@@ -83,25 +83,26 @@ class Staircase:
     """The barrier as a function of l, for iterations that run from `starts` to `stops`."""
 
     def __init__(self, starts: Times, stops: Times, first: float, last: float) -> None:
-        """`first` is when everybody has ended an iteration, `last` when somebody has ended all: l is at most that."""
+        """`first` is when every worker has ended an iteration, `last` when one has ended all: l is at most that."""
         inside = starts < last
         starts, stops = starts[inside], stops[inside]
         order = np.argsort(starts)
         self.last = last
         self.starts: Times = starts[order]
         self.barriers: Times = np.maximum.accumulate(np.concatenate(([first], stops[order])))
-        """Behind so many of the starts."""
+        """The barrier behind each number of starts."""
 
     def lowest(self) -> tuple[float, float]:
-        """The shortest wait, and its barrier."""
+        """Returns the shortest wait, and its barrier."""
         waits = self.barriers - np.concatenate((self.starts, [self.last]))
         best = int(np.argmin(waits))
         return float(waits[best]), float(self.barriers[best])
 
     def may_rise(self, starts: Times, stops: Times) -> NDArray[np.bool_]:
-        """Which of these iterations may end above the step they start on: all that do, and a few more.
+        """Returns which of these iterations may end above the step they start on: all that do, and a few more.
 
-        Looked up in a table of equal cells. A start counts only for the cells behind its own, so rounding is harmless.
+        They are looked up in a table of equal cells. A start counts only for the cells behind its own, so rounding is
+        harmless.
         """
         low = min(starts.min(initial=self.last), self.starts.min(initial=self.last))
         span = float(self.last - low)
@@ -119,15 +120,16 @@ class Staircase:
 
 
 def slow_but_spread(longest: Times) -> NDArray[np.intp]:
-    """A few of the workers with the longest iterations."""
+    """Chooses a few of the workers with the longest iterations."""
     workers = len(longest)
     few = ROOTS * math.isqrt(workers)
     slowest = max(few, workers // SLOWEST)
     return np.argsort(longest)[workers - slowest :: max(1, slowest // few)]
 
 
-def checked(times: ArrayLike) -> tuple[Times, Times]:
-    """The times as numbers, and how long each iteration but the first of a row takes."""
+def check_times(times: ArrayLike) -> tuple[Times, Times]:
+    """Returns the times as numbers, and how long each iteration but the first of a row takes; refuses what is no matrix
+    of times."""
     try:
         ends: Times = np.asarray(times, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -139,12 +141,12 @@ def checked(times: ArrayLike) -> tuple[Times, Times]:
     # Beside a NaN the length is NaN, which is not >= 0 either; and what lies between finite ends in order is finite.
     ordered = not lengths.size or bool(lengths.min() >= 0)
     if not (ordered and np.isfinite(ends[:, 0]).all() and np.isfinite(ends[:, -1]).all()):
-        raise ConfigError(complaint(ends))
+        raise ConfigError(explain_disorder(ends))
     return ends, lengths
 
 
-def complaint(ends: Times) -> str:
-    """What is wrong with the times, and where first."""
+def explain_disorder(ends: Times) -> str:
+    """Says what is wrong with the times, and where first."""
     infinite = np.argwhere(~np.isfinite(ends))
     if infinite.size:
         worker, iteration = infinite[0].tolist()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from paceline.report.markup import DASH, count, megabytes, run_head, seconds, share, tag, text
-from paceline.report.tables import scrolled
-from paceline.report.view import RunView, labels
+from paceline.report.markup import DASH, count, headings, megabytes, row, run_head, seconds, share, table, tag, text
+from paceline.report.report_model import RunView, run_labels
 
 HEADS = ("policy", "aborted", "of all begun", "time lost", "of computing", "updates uncovered each", "MB pulled again")
 
 
 def abort_table(runs: list[RunView]) -> str:
-    """A row for each run in which computations may be given up."""
-    names = labels(runs)
+    """Makes a row for each run in which computations may be given up."""
+    names = run_labels(runs)
     rows = [_row(index, names[index], run) for index, run in enumerate(runs) if run.summary.get("aborts")]
-    head = tag("tr", "".join(tag("th", text(head), scope="col") for head in HEADS))
-    return scrolled(tag("table", tag("thead", head) + tag("tbody", "".join(rows)), class_="aborts"))
+    return table(headings(HEADS), rows, "aborts")
 
 
 def _row(index: int, name: str, run: RunView) -> str:
@@ -29,4 +27,4 @@ def _row(index: int, name: str, run: RunView) -> str:
         f"{uncovered:.1f}",
         DASH if again is None else megabytes(again),
     ]
-    return tag("tr", run_head(index, name, "row") + "".join(tag("td", text(cell)) for cell in cells))
+    return row(run_head(index, name, "row"), (tag("td", text(cell)) for cell in cells))

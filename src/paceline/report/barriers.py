@@ -1,9 +1,9 @@
 """Planned barriers (ElasticBSP): where they were to be, where they were, and what BSP would have waited instead.
 
-All of it is what shard 0 saw. The *wait* of a barrier is that of the first worker to arrive at its stop (002, eq. 2).
-BSP's is worked out from the same iterations: those that each worker in the plan made since the barrier before, from
-answer to push, so without what it waited; as many rounds as the slowest has made, each as long as its slowest, and the
-first of a round waits for the last.
+All of it is what shard 0 saw. The *wait* of a barrier is that of the first worker to arrive at its stop (Zhao et al.
+2021, eq. 2). BSP's is worked out from the same iterations: those that each worker in the plan made since the barrier
+before, from answer to push, so without what it waited; as many rounds as the slowest has made, each as long as its
+slowest, and the first of a round waits for the last.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from msgspec import Struct
 
 from paceline.core.actions import Answer
 from paceline.core.events import PlanArrived, PullArrived, PullRepeated, PushArrived, PushRejected, ViewChanged
-from paceline.core.messages import Node, Plan
+from paceline.core.messages import Node, Plan, Process
 from paceline.core.trace import Record, Trace
-from paceline.core.words import Process
 
 SHARD = Node("server", 0)
 
 
 class Barrier(Struct, frozen=True, gc=False):
-    """One barrier: of which plan, made when, for when and with which wait; when it was, and the waits there were."""
+    """One barrier: its plan, with the time and the wait that were predicted; when it was, and the waits there were."""
 
     number: int
     planned_s: float
@@ -29,12 +28,12 @@ class Barrier(Struct, frozen=True, gc=False):
     reached_s: float
     wait_s: float
     rounds: int
-    """Iterations of the slowest worker since the barrier before."""
+    """The iterations that the slowest worker has made since the barrier before."""
     bsp_wait_s: float
     """What BSP would have waited in them."""
 
 
-class Watch:
+class BarrierReader:
     """Reads the records of a shard, one after the other."""
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class Watch:
                 self.come((pull.worker, pull.incarnation), pull.iteration, event.at)
             case PlanArrived(plan=plan) if self.plan is None or plan.number > self.plan.number:
                 self.plan, self.planned_s = plan, event.at
-                self.stops = {(worker, life): stop for worker, life, stop in plan.stops}
+                self.stops = {(worker, incarnation): stop for worker, incarnation, stop in plan.stops}
                 late = {process for process, stop in self.stops.items() if self.next.get(process, 0) >= stop}
                 self.arrived = dict.fromkeys(late, event.at)
         if self.stops and all(process in self.arrived for process in self.stops.keys() & self.members):
@@ -99,8 +98,8 @@ class Watch:
 
 
 def barriers(trace: Trace) -> list[Barrier]:
-    """The planned barriers of a run that were reached, in order; none under a policy that does not plan."""
-    watch = Watch()
+    """Returns the planned barriers of a run that were reached, in order; none under a policy that does not plan."""
+    watch = BarrierReader()
     for record in trace.records:
         if record.node == SHARD:
             watch.take(record)
@@ -108,7 +107,7 @@ def barriers(trace: Trace) -> list[Barrier]:
 
 
 def totals(found: list[Barrier]) -> dict[str, float]:
-    """The waits of all barriers together, in seconds: planned, as they were, and BSP's."""
+    """Returns the waits of all barriers together, in seconds: planned, as they were, and BSP's."""
     return {
         "count": len(found),
         "rounds": sum(barrier.rounds for barrier in found),

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-from paceline.report.markup import run_class, swatch, tag, text
-from paceline.report.view import RunView, Target, finite, labels
+from paceline.report.markup import picture, run_class, swatch, tag, text, x_ticks, y_ticks
+from paceline.report.report_model import RunView, Target, finite, run_labels
 
 BOX = 1000
 MOST_POINTS = 400
-"""A longer history is thinned: more would not be seen."""
+"""A longer history is thinned to so many points: more could not be told apart."""
 DIVERGED = 1.5
 """A loss above this many times the largest first loss is cut, or a diverged run would flatten all others."""
 
@@ -31,7 +31,7 @@ class Axis(Struct, frozen=True):
     ticks: tuple[float, ...]
 
     def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high end."""
+        """Returns the place of a value: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
     def label(self, tick: float) -> str:
@@ -41,7 +41,8 @@ class Axis(Struct, frozen=True):
 
 
 def axis(low: float, high: float, wanted: int = 5, *, tight: bool = False) -> Axis:
-    """Ticks at 1, 2 or 5 times a power of ten. `tight`: the range ends with the data, not with a tick."""
+    """Makes an axis with ticks at 1, 2 or 5 times a power of ten. If `tight`, it ends with the data, not with a
+    tick."""
     if not high > low:
         low, high = (low - 0.5, low + 0.5) if low else (0.0, 1.0)
     rough = (high - low) / wanted
@@ -54,7 +55,7 @@ def axis(low: float, high: float, wanted: int = 5, *, tight: bool = False) -> Ax
 
 
 def points_of(run: RunView, metric: str) -> list[Point]:
-    """Time and value where both are numbers, thinned to what can be seen."""
+    """Returns time and value where both are numbers, thinned to what can be told apart."""
     points = [
         (time, value)
         for row in run.history
@@ -67,7 +68,7 @@ def points_of(run: RunView, metric: str) -> list[Point]:
 
 
 def line_chart(title: str, metric: str, runs: list[RunView], target: Target | None, word: str = "target") -> str:
-    """The chart of one metric, or nothing when no run has it."""
+    """Draws the chart of one metric, or nothing when no run has it."""
     series = [points_of(run, metric) for run in runs]
     if not any(series):
         return ""
@@ -78,14 +79,8 @@ def line_chart(title: str, metric: str, runs: list[RunView], target: Target | No
     if aim is not None:
         shapes.append(f'<path class="target" d="M0 {_down(y, aim)}H{BOX}"/>')
     shapes += [_line(index, points, x, y) for index, points in enumerate(series) if points]
-    svg = tag(
-        "svg",
-        "".join(shapes),
-        viewBox=f"0 0 {BOX} {BOX}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"{title} against time for {', '.join(labels(runs))}",
-    )
+    label = f"{title} against time for {', '.join(run_labels(runs))}"
+    svg = picture("".join(shapes), BOX, BOX, label)
     dots = [
         _dot(index, x.place(when), y.place(_value_at(points, when)))
         for index, (run, points) in enumerate(zip(runs, series, strict=True))
@@ -93,13 +88,15 @@ def line_chart(title: str, metric: str, runs: list[RunView], target: Target | No
     ]
     over = svg + _aim(y, aim, word) + "".join(dots) + tag("div", class_="hair")
     plot = tag("div", over, class_="plot", data_x0=x.low, data_x1=x.high, data_y0=y.low, data_y1=y.high)
-    frame = tag("div", _y_ticks(y) + plot + time_ticks(x), class_="frame")
+    frame = tag(
+        "div", y_ticks((y.place(tick), y.label(tick)) for tick in y.ticks) + plot + time_ticks(x), class_="frame"
+    )
     note = tag("p", f"Losses above {text(y.label(y.high))} are cut.", class_="note") if cut else ""
     return tag("figure", tag("figcaption", text(title)) + frame + note, class_="chart")
 
 
 def _y_axis(metric: str, series: list[list[Point]], aim: float | None) -> tuple[Axis, bool]:
-    """The range of the values and the target, and whether something above it is cut."""
+    """Returns the range of the values and the target, and whether something above it is cut."""
     aims = [] if aim is None else [aim]
     values = [value for points in series for _, value in points] + aims
     low, high = min(values), max(values)
@@ -111,16 +108,17 @@ def _y_axis(metric: str, series: list[list[Point]], aim: float | None) -> tuple[
 
 
 def legend(runs: list[RunView]) -> str:
-    """One key per run; the script makes them switches."""
+    """Makes one key per run; the script makes them switches."""
     keys = []
-    for index, name in enumerate(labels(runs)):
+    for index, name in enumerate(run_labels(runs)):
         words = swatch(index) + text(name)
         keys.append(tag("button", words, type="button", class_="key", data_run=index, aria_pressed="true"))
     return tag("div", "".join(keys), class_="legend")
 
 
 def _marked(run: RunView, points: list[Point], aim: float | None) -> float | None:
-    """Where to put a dot: where the target was reached, or on a history of one point, which has no line."""
+    """Returns where to put a dot: where the target was reached, or at the only point of a history, which has no
+    line."""
     reached = run.number("time_to_target_s") if aim is not None else None
     if reached is not None and points[0][0] <= reached <= points[-1][0]:
         return reached
@@ -166,17 +164,6 @@ def _dot(index: int, across: float, up: float) -> str:
     return tag("i", class_=f"dot {run_class(index)}", data_run=index, style=style)
 
 
-def _y_ticks(y: Axis) -> str:
-    ticks = [tag("span", text(y.label(tick)), style=f"bottom:{100 * y.place(tick):.2f}%") for tick in y.ticks]
-    widest = max((y.label(tick) for tick in y.ticks), key=len)
-    return tag("div", tag("span", text(widest), class_="widest") + "".join(ticks), class_="y")
-
-
 def time_ticks(x: Axis) -> str:
-    """Labels below a time axis, in seconds. The first and last are kept inside it."""
-    ticks = []
-    for tick in x.ticks:
-        place = 100 * x.place(tick)
-        edge = "first" if place < 1 else "last" if place > 97 else None
-        ticks.append(tag("span", text(f"{x.label(tick)} s"), style=f"left:{place:.2f}%", class_=edge))
-    return tag("div", "".join(ticks), class_="x")
+    """Labels a time axis in seconds."""
+    return x_ticks((x.place(tick), f"{x.label(tick)} s") for tick in x.ticks)

@@ -1,7 +1,7 @@
 """Timelines as Chrome trace JSON, for Perfetto (ui.perfetto.dev) or chrome://tracing, beside torch.profiler.
 
 One process per run, named after its policy; one thread per server with a mark for each step and each dropped
-gradient, one thread per worker with its spans. All lives of a worker share its thread: they do not overlap.
+gradient, one thread per worker with its spans. All incarnations of a worker share its thread: they do not overlap.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from paceline.core.actions import Apply, Drop
 from paceline.core.events import ServersChanged, ViewChanged
 from paceline.core.trace import Trace
-from paceline.report.lanes import Span, spans
+from paceline.report.worker_spans import Span, spans
 
 Entry = dict[str, Any]
 
 
 def chrome_trace(runs: list[tuple[str, Trace]]) -> bytes:
-    """The runs side by side, each named."""
+    """Writes the runs side by side, each named."""
     entries: list[Entry] = []
     for pid, (name, trace) in enumerate(runs, start=1):
         entries += _names(pid, name, trace)
@@ -49,7 +49,7 @@ def _thread_names(pid: int, names: dict[int, str]) -> Iterator[Entry]:
 
 
 def servers_of(trace: Trace) -> int:
-    """The most there were at a time: their number may change in a live run."""
+    """Returns the most servers there were at a time: their number may change in a live run."""
     changes = [len(record.event.nbytes) for record in trace.records if isinstance(record.event, ServersChanged)]
     return max([trace.header.members.servers, *changes])
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from paceline.report import wording
-from paceline.report.charts import BOX, Axis, axis
-from paceline.report.markup import count, share, swatch, tag, text
-from paceline.report.view import RunView, labels
+from paceline.report import labels
+from paceline.report.charts import BOX, axis
+from paceline.report.markup import count, picture, share, swatch, tag, text, x_ticks, y_ticks
+from paceline.report.report_model import RunView, run_labels
 
 MOST_BARS = 40
 FAR_OUT = 0.002
@@ -20,20 +20,20 @@ FAR_OUT = 0.002
 
 
 def staleness_section(runs: list[RunView]) -> str:
-    """A figure for each run that has any; nothing where none has."""
+    """Makes a figure for each run that has gradients; nothing where none has."""
     known = [run.staleness for run in runs if run.staleness]
     if not known:
         return ""
     largest = max(map(_last_shown, known))
     width = bar_width(largest)
     bars = largest // width + 1
-    names = labels(runs)
+    names = run_labels(runs)
     figures = [_figure(index, names[index], run, width, bars) for index, run in enumerate(runs) if run.staleness]
-    return tag("p", text(wording.stale_note(runs)), class_="note") + tag("div", "".join(figures), class_="histograms")
+    return tag("p", text(labels.stale_note(runs)), class_="note") + tag("div", "".join(figures), class_="histograms")
 
 
 def _last_shown(counts: Mapping[int, int]) -> int:
-    """The smallest staleness beyond which there are only a few."""
+    """Returns the smallest staleness beyond which there are only a few gradients."""
     beyond = FAR_OUT * sum(counts.values())
     last = max(counts)
     for value in sorted(counts, reverse=True):
@@ -45,7 +45,7 @@ def _last_shown(counts: Mapping[int, int]) -> int:
 
 
 def bar_width(largest: int) -> int:
-    """How many values share a bar: 1, 2 or 5 times a power of ten."""
+    """Returns how many values share a bar: 1, 2 or 5 times a power of ten."""
     wanted = (largest + 1) / MOST_BARS
     if wanted <= 1:
         return 1
@@ -54,7 +54,7 @@ def bar_width(largest: int) -> int:
 
 
 def gathered(counts: Mapping[int, int], width: int, bars: int) -> list[int]:
-    """How many gradients each bar stands for; the last has all beyond it too."""
+    """Returns how many gradients each bar stands for; the last has all beyond it too."""
     heights = [0] * bars
     for value, number in counts.items():
         heights[min(value // width, bars - 1)] += number
@@ -75,34 +75,18 @@ def _figure(index: int, name: str, run: RunView, width: int, bars: int) -> str:
             tall = max(6.0, BOX * y.place(height))
             place = f'x="{BOX * bar / bars:.1f}" width="{BOX / bars:.1f}" y="{BOX - tall:.1f}" height="{tall:.1f}"'
             shapes.append(f"<rect {place}><title>staleness {text(values)}: {text(share(height))}</title></rect>")
-    svg = tag(
-        "svg",
-        "".join(shapes),
-        viewBox=f"0 0 {BOX} {BOX}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"Staleness of the gradients, {name}",
-    )
+    svg = picture("".join(shapes), BOX, BOX, f"Staleness of the gradients, {name}")
     mean = sum(value * number for value, number in counts.items()) / total
     said = tag("span", text(f"mean {mean:.1f}, at most {count(max(counts))}"), class_="said")
-    frame = _y_ticks(y) + tag("div", svg, class_=f"bins r{index % 8}") + _x_ticks(width, bars)
+    frame = y_ticks((y.place(tick), share(tick)) for tick in y.ticks)
+    frame += tag("div", svg, class_=f"bins r{index % 8}") + _x_ticks(width, bars)
     caption = tag("figcaption", swatch(index) + tag("b", text(name)) + said)
     return tag("figure", caption + tag("div", frame, class_="frame"), class_="histogram")
 
 
-def _y_ticks(y: Axis) -> str:
-    ticks = [tag("span", text(share(tick)), style=f"bottom:{100 * y.place(tick):.2f}%") for tick in y.ticks]
-    widest = max((share(tick) for tick in y.ticks), key=len)
-    return tag("div", tag("span", text(widest), class_="widest") + "".join(ticks), class_="y")
-
-
 def _x_ticks(width: int, bars: int) -> str:
-    """Below the middle of a bar that stands for one value, below the beginning of one that stands for several."""
+    """Labels the middle of a bar that stands for one value, and the beginning of one that stands for several."""
     step = max(1, round(axis(0.0, float(max(1, width * bars)), 4).ticks[1]))
     middle = 0.5 if width == 1 else 0.0
-    ticks = []
-    for tick in range(0, width * bars, step):
-        place = 100 * (tick + middle) / (width * bars)
-        edge = "first" if place < 1 else "last" if place > 97 else None
-        ticks.append(tag("span", text(count(tick)), style=f"left:{place:.2f}%", class_=edge))
-    return tag("div", "".join(ticks), class_="x")
+    places = (((tick + middle) / (width * bars), count(tick)) for tick in range(0, width * bars, step))
+    return x_ticks(places)

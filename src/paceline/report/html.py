@@ -12,34 +12,37 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paceline.report import wording
+from paceline.report import labels
 from paceline.report.aborts import abort_table
+from paceline.report.barrier_section import barrier_section
 from paceline.report.charts import legend, line_chart
 from paceline.report.histograms import staleness_section
 from paceline.report.markup import plural, tag, text
+from paceline.report.notes import notes
 from paceline.report.peer_charts import peers_section
-from paceline.report.planned import barrier_section
-from paceline.report.tables import cause_table, config_table, reason_table, summary_table
+from paceline.report.report_model import USUAL, RunView, logged_metrics, target_of, verdict
+from paceline.report.tables import MOST_METRICS, cause_table, config_table, reason_table, summary_table
 from paceline.report.timeline import lanes
-from paceline.report.view import RunView, target_of, verdict
 
 
 def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """Makes the page as text."""
     target = target_of(config)
     title = _title(runs, config)
     header = tag("p", "paceline", class_="mark") + tag("h1", text(title))
     header += tag("p", text(verdict(runs, target)), class_="verdict") + _facts(runs, config)
-    terms = "".join(tag("dt", text(term)) + tag("dd", text(meaning)) for term, meaning in wording.glossary(runs))
-    charts = line_chart("Accuracy", "accuracy", runs, target) + line_chart("Loss", "loss", runs, target)
+    terms = "".join(tag("dt", text(term)) + tag("dd", text(meaning)) for term, meaning in labels.glossary(runs))
+    drawn = dict.fromkeys((*USUAL, *logged_metrics(runs)[:MOST_METRICS]))
+    charts = "".join(line_chart(name.capitalize() if name in USUAL else name, name, runs, target) for name in drawn)
+    explained = "".join(tag("p", text(note), class_="note below") for note in notes(runs, target))
     curves = legend(runs) + tag("div", charts, class_="charts")
     sections = (
-        ("Summary", summary_table(runs, target) + tag("dl", terms, class_="terms")),
+        ("Summary", summary_table(runs, target) + explained + tag("dl", terms, class_="terms")),
         ("Learning", curves if charts else _note("No evaluation was recorded.")),
-        (wording.stale(runs), staleness_section(runs)),
+        (labels.stale(runs), staleness_section(runs)),
         ("Who did what, when", lanes(runs)),
         *([("How far apart the peers were", apart)] if (apart := peers_section(runs)) else []),
-        ("Who was waited for", _note(wording.causes(runs)) + cause_table(runs) + reason_table(runs)),
+        ("Who was waited for", _note(labels.causes(runs)) + cause_table(runs) + reason_table(runs)),
         ("Planned barriers", barrier_section(runs)),
         *((("What was begun again", abort_table(runs)),) if any(run.summary.get("aborts") for run in runs) else ()),
         ("Configuration", config_table(config)),
@@ -57,7 +60,7 @@ def render(runs: list[RunView], config: Mapping[str, Any]) -> str:
 
 
 def write(path: str | os.PathLike[str], runs: list[RunView], config: Mapping[str, Any]) -> None:
-    """Write the page. A reader sees the old file or the new one, never a part."""
+    """Writes the page. A reader sees the old file or the new one, never a part."""
     final = Path(path)
     data = render(runs, config).encode("utf-8", errors="replace")
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
@@ -79,12 +82,12 @@ def _title(runs: list[RunView], config: Mapping[str, Any]) -> str:
 
 
 def _facts(runs: list[RunView], config: Mapping[str, Any]) -> str:
-    """The line under the verdict: where these numbers come from."""
+    """Makes the line under the verdict, which says where these numbers come from."""
     runtimes = dict.fromkeys(run.runtime for run in runs)
     said = {"virtual": "virtual time, real gradients", "live": "live processes, wall-clock time"}
     facts = [said.get(runtime, runtime) for runtime in runtimes]
-    peers = wording.all_peers(runs)
-    for key, noun in (("workers", wording.noun(runs)), ("servers", "server")):
+    peers = labels.all_peers(runs)
+    for key, noun in (("workers", labels.noun(runs)), ("servers", "server")):
         number = config.get(key)
         if isinstance(number, int) and not (peers and key == "servers"):
             facts.append(plural(number, noun))

@@ -1,9 +1,9 @@
 """The numbers of a run, from its trace alone: one pass, whatever the runtime.
 
-A *DPR* (delayed pull request, 001 Table IV) is a pull that was parked, counted on every shard, or once where a
-scheduler parks. *Staleness* of a gradient slice is how many versions its shard made between the version it was
-computed on and the one it went into. A gradient counts as *dropped* when at least one shard dropped its slice for
-being late or not finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
+A *DPR* (delayed pull request, Yao et al. 2019, Table IV) is a pull that was parked, counted on every shard, or once
+where a scheduler parks. *Staleness* of a gradient slice is how many versions its shard made between the version it was
+computed on and the one it went into. A gradient counts as *dropped* when at least one shard dropped its slice for being
+late or not finite; what arrives from a worker after it was lost is a ghost's, and is not counted.
 
 Of peers (report/peers.py): staleness is how many iterations older an update was than the average it went into, dropped
 are the updates that came too late for any and the gradients that were not finite or skipped, updates the steps of each
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from statistics import fmean
 from typing import TypeVar
 
 import msgspec
@@ -33,8 +34,8 @@ from paceline.core.events import (
 )
 from paceline.core.messages import Handle, Resync
 from paceline.core.trace import Record, Trace
-from paceline.report.lanes import Lanes, Span, spans
 from paceline.report.peers import PeerCounts
+from paceline.report.worker_spans import Span, TimelineBuilder, spans
 
 K = TypeVar("K")
 NO_VIEW: tuple[int, frozenset[tuple[int, int]]] = (0, frozenset())
@@ -47,12 +48,13 @@ class Metrics(Struct):
     """The numbers of one run. `iterations` is gradients computed per configured worker.
 
     `bytes` counts tensors: pushes that arrived and answers sent, `pull`. Where computations may be given up, answers to
-    those who begin again are apart (`resync_pull`), and so are notices and re-syncs as they are encoded (`notices`);
-    a trace has no sizes of other small messages. `aborts`, if there are any: how many computations were given up, the
+    those who begin again are apart (`resync_pull`), and so are notices and re-syncs as they are encoded (`notices`); a
+    trace has no sizes of other small messages. `aborts`, if there are any: how many computations were given up, the
     seconds they had taken, and the updates that beginning again has uncovered, in the mean.
     """
 
-    iterations: int | float
+    iterations: int
+    gradients: int
     updates: int
     time_s: float
     wait_share: float
@@ -64,12 +66,14 @@ class Metrics(Struct):
     waiting_by_reason: dict[str, float]
     aborts: dict[str, float]
     staleness_counts: dict[int, int]
-    """How many gradients had each staleness."""
+    """staleness -> how many gradients had it."""
+    slowest_worker: float
+    """How many times as long as the others' a computation of the slowest worker took, in the mean."""
 
 
 def measure(trace: Trace, time_s: float | None = None) -> Metrics:
-    """Measure a run. `time_s` is its length where that is known better than by its last record."""
-    lanes = Lanes()
+    """Measures a run. `time_s` is its length where that is known better than by its last record."""
+    lanes = TimelineBuilder()
     counts = Counts(trace.header.slice_bytes)
     peers = PeerCounts(trace.header)
     for record in trace.records:
@@ -81,7 +85,7 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         if record.node[0] == "peer":
             peers.take(record)
         elif record.node[0] == "scheduler":
-            counts.take_scheduler(record)
+            counts.add_scheduler(record)
     end_s = max(lanes.last_s, time_s or 0.0)
     lanes.finish(end_s)
     all_spans = [span for lane in lanes.lanes.values() for span in lane.spans]
@@ -89,10 +93,10 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
     lifetimes_s = lanes.lifetimes_s()
     workers = trace.header.members.workers
     gradients = counts.gradients()
-    whole, rest = divmod(gradients, workers)
     staleness = counts.staleness + peers.staleness
     return Metrics(
-        iterations=gradients / workers if rest else whole,
+        iterations=(2 * gradients + workers) // (2 * workers),
+        gradients=gradients,
         updates=counts.updates + peers.updates,
         time_s=end_s if time_s is None else time_s,
         wait_share=sum(span.seconds for span in waits) / lifetimes_s if lifetimes_s else 0.0,
@@ -104,18 +108,19 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         waiting_by_reason=waiting_by_reason(waits),
         aborts=describe_aborts([span for span in all_spans if span.kind == "aborted"]),
         staleness_counts=dict(sorted(staleness.items())),
+        slowest_worker=slowness([span for span in all_spans if span.kind == "compute"]),
     )
 
 
 class Counts:
-    """What can be counted on the servers, record by record."""
+    """Counts what happens on the servers, record by record."""
 
     def __init__(self, slice_bytes: tuple[int, ...]) -> None:
         self.slice_bytes = slice_bytes
         self.computed: Counter[tuple[int, int]] = Counter()
-        """(worker, incarnation) -> gradients it says it has computed."""
+        """(worker, incarnation) -> how many gradients it has recorded as computed."""
         self.pushed: Counter[tuple[int, int]] = Counter()
-        """The same -> different gradients that came to shard 0."""
+        """(worker, incarnation) -> how many different gradients of it came to shard 0."""
         self.newest: dict[tuple[int, int], int] = {}
         self.updates = 0
         self.parks = 0
@@ -163,10 +168,11 @@ class Counts:
             self.pushed[process] += 1
 
     def gradients(self) -> int:
-        """How many were computed. What a killed worker had not written down was seen by the shards, if it was sent."""
+        """Returns how many were computed. What a killed worker had not recorded was seen by the shards, if it was
+        sent."""
         return sum((self.computed | self.pushed).values())
 
-    def take_scheduler(self, record: Record) -> None:
+    def add_scheduler(self, record: Record) -> None:
         if type(record.event) is NotifyArrived:
             self.notice_bytes += len(msgspec.msgpack.encode(record.event.notify))
         for action in record.actions:
@@ -182,13 +188,13 @@ class Counts:
         return {**usual, "resync_pull": self.resync_bytes, "notices": self.notice_bytes}
 
     def is_ghost(self, shard: int, handle: Handle) -> bool:
-        """The shard had seen this incarnation leave (or not yet join) when its gradient arrived."""
+        """Whether the shard had seen this incarnation leave, or not yet join, when its gradient arrived."""
         known = self.views.get(shard)
         return known is not None and (handle.source, handle.incarnation) not in known[1]
 
 
 def describe(counts: Counter[int]) -> dict[str, float]:
-    """Smallest, mean, median and largest of counted whole numbers; zeros when there are none."""
+    """Returns the smallest, mean, median and largest of counted whole numbers; zeros when there are none."""
     total = counts.total()
     if not total:
         return {"min": 0, "mean": 0.0, "median": 0.0, "max": 0}
@@ -202,15 +208,25 @@ def describe(counts: Counter[int]) -> dict[str, float]:
 
 
 def describe_aborts(aborted: list[Span]) -> dict[str, float]:
-    """What giving computations up has cost, and what it was for; nothing if there were none."""
+    """Returns what giving computations up has cost and gained; nothing if none was given up."""
     if not aborted:
         return {}
     seconds, uncovered = sum(span.seconds for span in aborted), sum(span.uncovered for span in aborted)
     return {"count": len(aborted), "seconds": seconds, "uncovered": uncovered / len(aborted)}
 
 
+def slowness(computed: list[Span]) -> float:
+    """How many times as long as the others' a computation of the slowest worker took, in the mean; 1 if it is alone."""
+    spent: dict[int, list[float]] = {}
+    for span in computed:
+        spent.setdefault(span.worker, []).append(span.seconds)
+    means = sorted(fmean(seconds) for seconds in spent.values())
+    others = fmean(means[:-1]) if means[1:] else 0.0
+    return means[-1] / others if others else 1.0
+
+
 def _at(counts: Counter[int], ordered: list[int], position: int) -> int:
-    """The value at `position` if all were written out in order."""
+    """Returns the value at `position` if all were written out in order."""
     for value in ordered:
         position -= counts[value]
         if position < 0:
@@ -219,12 +235,12 @@ def _at(counts: Counter[int], ordered: list[int], position: int) -> int:
 
 
 def waiting_caused_by(spans: Iterable[Span]) -> dict[int, float]:
-    """Seconds of waiting by the worker whose push ended it, most first; -1: nobody's push did."""
+    """Returns seconds of waiting by the worker whose push ended it, most first; -1 where no push did."""
     return _add_up((span.cause, span.seconds) for span in spans if span.kind == "wait")
 
 
 def waiting_by_reason(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of waiting by reason, numbers taken out, most first."""
+    """Returns seconds of waiting by reason, numbers taken out, most first."""
     return _add_up((template(span.reason), span.seconds) for span in spans if span.kind == "wait")
 
 
@@ -236,7 +252,7 @@ def _add_up(pairs: Iterable[tuple[K, float]]) -> dict[K, float]:
 
 
 def template(reason: str) -> str:
-    """'2 ahead of workers 1, 4, bound 1' -> '# ahead of worker #, bound #'."""
+    """Replaces numbers: '2 ahead of workers 1, 4, bound 1' -> '# ahead of worker #, bound #'."""
     return NUMBERS.sub("#", WORKERS.sub(r"\1 #", reason))
 
 

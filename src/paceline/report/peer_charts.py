@@ -5,17 +5,18 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from paceline.report.charts import line_chart
-from paceline.report.markup import DASH, run_head, tag, text
-from paceline.report.view import RunView, Target, labels
+from paceline.report.markup import DASH, headings, row, run_head, table, tag, text
+from paceline.report.report_model import RunView, Target, run_labels
 
 NOTE = (
     "The gap is the largest difference of iterations between any two peers; its bound is the largest that the policy "
-    "allows any two on this graph (003, Table 1). The distance is that of the peers' parameters from their average."
+    "allows any two on this graph (Luo et al. 2019, Table 1). The distance is that of the peers' parameters from their "
+    "average."
 )
 
 
 def peers_section(runs: list[RunView]) -> str:
-    """Charts and a table; nothing where all runs had servers."""
+    """Makes charts and a table; nothing where all runs had servers."""
     if not any(run.peers for run in runs):
         return ""
     gaps = [replace(run, history=run.peers.gaps if run.peers else []) for run in runs]
@@ -32,15 +33,14 @@ def peers_section(runs: list[RunView]) -> str:
 
 def _table(runs: list[RunView]) -> str:
     heads = ("policy", "largest gap", "bound", "longest queue", "room", "jumps", "distance at the end")
-    head = tag("tr", "".join(tag("th", text(name), scope="col") for name in heads))
     rows = []
-    for index, (name, run) in enumerate(zip(labels(runs), runs, strict=True)):
+    for index, (name, run) in enumerate(zip(run_labels(runs), runs, strict=True)):
         peers = run.peers
         if peers is None:
             continue
         last = peers.consensus[-1]["distance"] if peers.consensus else None
-        largest = {key: max(row[key] or 0 for row in peers.gaps) for key in ("gap", "queue")}
+        largest = {key: max(at[key] or 0 for at in peers.gaps) for key in ("gap", "queue")}
         values = (largest["gap"], peers.bound, largest["queue"], peers.room, peers.jumps, last)
-        cells = "".join(tag("td", DASH if value is None else text(f"{value:.3g}")) for value in values)
-        rows.append(tag("tr", run_head(index, name, "row") + cells))
-    return tag("div", tag("table", tag("thead", head) + tag("tbody", "".join(rows))), class_="scroll")
+        cells = (tag("td", DASH if value is None else text(f"{value:.3g}")) for value in values)
+        rows.append(row(run_head(index, name, "row"), cells))
+    return table(headings(heads), rows, "peers")

@@ -15,7 +15,7 @@ Process = tuple[int, int]
 
 
 class PeerCounts:
-    """Counts record by record."""
+    """Counts what happens on peers, record by record."""
 
     def __init__(self, header: Header) -> None:
         self.peers = header.members.workers
@@ -44,28 +44,28 @@ class PeerCounts:
                 self.sent += action.message.handle is not None
 
     def bytes(self) -> dict[str, int]:
-        """Parameters sent from peer to peer; nothing where there are none."""
+        """Returns the bytes of parameters sent from peer to peer; nothing where there are no peers."""
         return {"update": self.sent * self.nbytes} if self.sent else {}
 
 
 class Apartness(Struct):
-    """How far peers were apart in iterations, over time, and what that did."""
+    """How far peers were apart in iterations, over time, and the consequences."""
 
     times_s: list[float]
     gaps: list[int]
     """The largest difference of iterations between any two peers, after each of `times_s`."""
     queues: list[int]
-    """The longest queue of updates then."""
+    """The longest queue of updates at each of `times_s`."""
     queued: int
-    """The most updates that lay in one peer's queue."""
+    """The most updates that were in one peer's queue."""
     jumps: list[tuple[float, int, int, int]]
-    """(when, who, from, to)."""
+    """The jumps over iterations: (when, who, from, to)."""
     iteration_s: dict[int, float]
-    """peer -> seconds from one iteration to the next in the mean, those it skipped counted too."""
+    """peer -> the mean seconds from one iteration to the next, those it skipped counted too."""
 
 
 class PeersView(Struct):
-    """What a page shows of the peers of a run. None: there is no bound."""
+    """What a page shows of the peers of a run. A bound of None means that there is none."""
 
     gaps: list[dict[str, float | None]]
     """Rows of time_s, gap and queue."""
@@ -79,7 +79,7 @@ class PeersView(Struct):
 def peers_view(
     trace: Trace, consensus: list[tuple[float, float]], bound: float | None, room: int | None
 ) -> PeersView | None:
-    """None where there were no peers."""
+    """Returns what the page shows of peers; None where there were none."""
     found = apartness(trace)
     if not found.times_s:
         return None
@@ -89,9 +89,9 @@ def peers_view(
 
 
 def apartness(trace: Trace) -> Apartness:
-    """From a trace of peers."""
+    """Measures how far peers were apart, from their trace."""
     at: dict[Process, int] = {}
-    """The iteration each live peer is in, as far as anybody has heard."""
+    """The iteration each live peer is in, as far as the records show."""
     held: Counter[Process] = Counter()
     first: dict[int, tuple[float, int]] = {}
     last: dict[int, tuple[float, int]] = {}
@@ -101,8 +101,8 @@ def apartness(trace: Trace) -> Apartness:
             continue
         peer, process, now = record.node[1], (record.node[1], record.incarnation), record.event.at
         if isinstance(record.event, ViewChanged):
-            lives = set(record.event.view.members)
-            for gone in [known for known in at if known not in lives]:
+            members = set(record.event.view.members)
+            for gone in [known for known in at if known not in members]:
                 del at[gone]
                 held.pop(gone, None)
         if isinstance(record.event, UpdateArrived):

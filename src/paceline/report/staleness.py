@@ -1,4 +1,4 @@
-"""Staleness shard by shard, as Table 1 of 004 has it layer by layer: a shard is a layer in a run by layer."""
+"""Staleness shard by shard; in a run by layer a shard is a layer, as in Table 1 of Chen et al. 2016."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.report.metrics import describe
 
 
 def staleness_by_shard(trace: Trace) -> dict[int, dict[str, float]]:
-    """min, mean, median, max, deviation and count of the gradients each shard has applied."""
+    """Returns min, mean, median, max, deviation and count of the gradients each shard has applied."""
     counts: dict[int, Counter[int]] = {}
     for record in trace:
         for action in record.actions:

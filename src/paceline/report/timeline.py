@@ -10,18 +10,18 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
+from paceline.report.barrier_section import mark_keys, marks
 from paceline.report.charts import Axis, axis, time_ticks
-from paceline.report.lanes import Kind, Span
-from paceline.report.markup import count, seconds, share, swatch, tag, text
-from paceline.report.planned import mark_keys, marks
-from paceline.report.view import RunView, labels
-from paceline.report.wording import noun
+from paceline.report.labels import noun
+from paceline.report.markup import count, picture, seconds, share, swatch, tag, text
+from paceline.report.report_model import RunView, run_labels
+from paceline.report.worker_spans import Kind, Span
 
 SHOWN_ITERATIONS = 40
 SHOWN_WORKERS = 32
 MOST_BARS = 4000
 WIDTH = 10_000
-"""Units across; about ten to a pixel."""
+"""The units across; about ten to a pixel."""
 
 WORDS: dict[Kind, str] = {
     "compute": "computing",
@@ -35,7 +35,7 @@ WORDS: dict[Kind, str] = {
 
 
 class Bar(Struct, frozen=True, gc=False):
-    """What is drawn: one span, or several too short to be seen apart."""
+    """A bar is one span, or several that are too short to be told apart."""
 
     kind: Kind
     start_s: float
@@ -44,7 +44,7 @@ class Bar(Struct, frozen=True, gc=False):
 
 
 def window_s(runs: list[RunView]) -> float:
-    """The time shown: until the first run has done its 40 iterations, or all of it."""
+    """Returns the time shown: until the first run has done its 40 iterations, or all of it."""
     ends = [max((span.end_s for span in run.spans), default=0.0) for run in runs]
     shown = max(ends, default=0.0)
     for run in runs:
@@ -56,7 +56,7 @@ def window_s(runs: list[RunView]) -> float:
 
 
 def lanes(runs: list[RunView]) -> str:
-    """The lanes of all runs, or a note when there is nothing to draw."""
+    """Draws the lanes of all runs, or a note when there is nothing to draw."""
     shown_s = window_s(runs)
     if shown_s <= 0:
         return tag("p", "No timeline was recorded.", class_="note")
@@ -65,7 +65,7 @@ def lanes(runs: list[RunView]) -> str:
     keys = [tag("span", f'<i class="kind {kind}"></i>{text(word)}') for kind, word in usual]
     keys += mark_keys(runs)
     x = axis(0.0, shown_s, 8, tight=True)
-    names = labels(runs)
+    names = run_labels(runs)
     figures = [_lanes(index, names[index], run, x) for index, run in enumerate(runs)]
     return tag("div", "".join(keys), class_="legend kinds") + "".join(figures)
 
@@ -84,15 +84,9 @@ def _lanes(index: int, name: str, run: RunView, x: Axis) -> str:
         label = text(worker) if row % every == 0 else ""
         ranks.append(tag("span", label, data_rank=worker, style=f"height:{height}px;margin-bottom:{gap}px"))
     total = len(rows) * (height + gap)
-    svg = tag(
-        "svg",
-        "".join(groups) + marks(run.barriers, x, WIDTH, total),
-        viewBox=f"0 0 {WIDTH} {total}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"What each {noun([run])} did when, {name}",
-        style=f"height:{total}px",
-    )
+    drawn = "".join(groups) + marks(run.barriers, x, WIDTH, total)
+    label = f"What each {noun([run])} did when, {name}"
+    svg = picture(drawn, WIDTH, total, label, style=f"height:{total}px")
     waiting = run.number("wait_share")
     said = f"waited {share(waiting)} of the time" if waiting is not None else ""
     head = swatch(index) + tag("b", text(name)) + tag("span", text(said), class_="said")
@@ -103,7 +97,7 @@ def _lanes(index: int, name: str, run: RunView, x: Axis) -> str:
 
 
 def shown(run: RunView, workers: int, shown_s: float) -> str:
-    """How much of the run is drawn."""
+    """Says how much of the run is drawn."""
     if not run.spans:
         return "no timeline was recorded"
     end_s = max(span.end_s for span in run.spans)
@@ -113,7 +107,7 @@ def shown(run: RunView, workers: int, shown_s: float) -> str:
 
 
 def condense(rows: list[list[Span]], shown_s: float) -> list[list[Bar]]:
-    """At most `MOST_BARS` bars: short neighbours are joined, ever longer ones until that is so."""
+    """Returns at most `MOST_BARS` bars: short neighbours are joined, ever longer ones until they are few enough."""
     short_s = 0.0
     while True:
         drawn = [join(row, short_s, shown_s) for row in rows]
@@ -123,7 +117,7 @@ def condense(rows: list[list[Span]], shown_s: float) -> list[list[Bar]]:
 
 
 def join(row: list[Span], short_s: float, shown_s: float) -> list[Bar]:
-    """The bars of one lane, with neighbours shorter than `short_s` joined."""
+    """Returns the bars of one lane, with neighbours shorter than `short_s` joined."""
     bars: list[Bar] = []
     few: list[Span] = []
     for span in row:
@@ -154,7 +148,7 @@ def _joined(few: list[Span], shown_s: float) -> list[Bar]:
 
 
 def describe(span: Span) -> str:
-    """What the pointer shows."""
+    """Returns what the pointer shows."""
     when = _when(span.start_s, span.end_s)
     if span.kind == "dead":
         return f"gone, {when}"

@@ -34,7 +34,7 @@ CATALOGUE: dict[str, type[Reproduction]] = {
 
 
 def find(name: str) -> Reproduction:
-    """The reproduction of this name, at its full size."""
+    """Returns the reproduction of this name, at its full size."""
     if name not in CATALOGUE:
         near = get_close_matches(name, CATALOGUE, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""

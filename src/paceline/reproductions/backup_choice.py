@@ -1,14 +1,16 @@
-"""backup-choice: of 100 machines, how many should be backups? (004, section 3.1, Figures 3 to 6)
+"""backup-choice: of 100 machines, how many should be backups?
+
+Chen et al. 2016, section 3.1, Figures 3 to 6.
 
 The paper. An iteration of 100 machines waits long for its last few gradients (Fig. 3, 4). Doing without b of them
 makes iterations shorter, but the batch smaller, so that more of them are needed: 76 200 with N = 100, 137 500 with
 N = 50 (Fig. 5). Iterations needed times the mean time of the N-th gradient is smallest with N = 96, b = 4 (Fig. 6).
 The paper estimates this product, from a run with b = 0 and five runs with other N; it does not run N = 96.
 
-Here. digits-mlp on 100 virtual machines with stragglers as Figure 3 has them (stragglers.py), to a test loss of 0.2;
-learning rate proportional to N, as in the paper (A.2). Each N is really run, with `backup:extra=100-N`, so there is
-a *measured* time beside the paper's *estimated* one. The same estimate for two other clusters, whose iteration times
-are log-normal or Pareto on every machine, shows how far the answer depends on the stragglers.
+Here. digits-mlp on 100 virtual machines with stragglers as Figure 3 has them (`revisiting_cluster.py`), to a test loss
+of 0.2; learning rate proportional to N, as in the paper (A.2). Each N is really run, with `backup:extra=100-N`, so
+there is a *measured* time beside the paper's *estimated* one. The same estimate for two other clusters, whose iteration
+times are log-normal or Pareto on every machine, shows how far the answer depends on the stragglers.
 
 What differs. A small model; plain SGD where the paper has RMSProp with momentum; the speed of the machines is drawn
 from a model that was fitted to three numbers of the paper's text.
@@ -17,7 +19,6 @@ from a model that was fitted to three numbers of the paper's text.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +27,24 @@ from paceline import cluster as clusters
 from paceline.api import simulate
 from paceline.cluster import Cluster
 from paceline.reproductions.base import Claim, Findings, Reproduction, Say
-from paceline.reproductions.stragglers import RareStragglers
+from paceline.reproductions.revisiting_cluster import RareStragglers
 
 RATE = 0.002
-"""Learning rate for each gradient of the mean."""
+"""The learning rate for each gradient of the mean."""
 DRAWN = 1000
-"""Iterations drawn for the mean time of the N-th gradient."""
+"""So many iterations are drawn for the mean time of the N-th gradient."""
 PAPER_ITERATIONS = {50: 137_500, 100: 76_200}
 
 
 @dataclass(frozen=True)
-class BackupChoice(Reproduction):
+class BackupChoice(Reproduction, name="backup-choice", paper="Chen et al. 2016, Fig. 3-6"):
     """Of 100 machines, 96 and 4 backups converge fastest."""
-
-    name: ClassVar[str] = "backup-choice"
-    paper: ClassVar[str] = "004 Fig. 3-6"
 
     machines: int = 100
     waited_for: tuple[int, ...] = (50, 70, 80, 90, 92, 94, 95, 96, 97, 98, 99, 100)
-    """N: how many gradients an iteration waits for; the last is all of them."""
+    """N, the number of gradients an iteration waits for; the last is all of them."""
     interpolated: tuple[int, ...] = (50, 70, 80, 90, 100)
-    """Those of them that the estimate is made from, as in the paper."""
+    """Those of `waited_for` that the estimate is made from, as in the paper."""
     loss: float = 0.2
 
     @property
@@ -83,7 +81,8 @@ class BackupChoice(Reproduction):
         return Findings(rows, self.claims(iterations, measured_s, best, arrivals["rare stragglers"]))
 
     def arrivals(self, cluster: Cluster, seed: int) -> NDArray[np.float64]:
-        """[k, i]: seconds until k + 1 gradients of iteration i are there when everybody waits for all."""
+        """Returns, at [k, i], the seconds until k + 1 gradients of iteration i are there when everybody waits for
+        all."""
         durations = [cluster.durations(worker, self.machines, seed) for worker in range(self.machines)]
         return np.sort([[draw() for _ in range(DRAWN)] for draw in durations], axis=0)
 

@@ -1,4 +1,6 @@
-"""backup-staleness: what stale gradients cost. (004, section 2, Figure 2 and Table 1)
+"""backup-staleness: what stale gradients cost.
+
+Chen et al. 2016, section 2, Figure 2 and Table 1.
 
 The paper. A CNN on MNIST is trained with gradients that are some steps old. Its test error rises from 0.36 % at
 staleness 0 to 0.47 % at 20 and 0.79 % at 50 (Fig. 2). Above 15 training is unstable: staleness had to be raised slowly
@@ -23,7 +25,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import ClassVar
 
 from torch import nn
 
@@ -38,21 +39,18 @@ RISING = 3 / 25
 CLUSTER = "lognormal:sigma=0.1"
 FIGURE_2 = {0: 0.36, 20: 0.47, 50: 0.79}
 BLOWN_UP = 50.0
-"""Test error in percent, from which on a run counts as blown up."""
+"""The test error in percent from which on a run counts as blown up."""
 
 
 @dataclass(frozen=True)
-class BackupStaleness(Reproduction):
+class BackupStaleness(Reproduction, name="backup-staleness", paper="Chen et al. 2016, Fig. 2, Table 1"):
     """Test error grows with the staleness of gradients, and lower layers have staler ones."""
-
-    name: ClassVar[str] = "backup-staleness"
-    paper: ClassVar[str] = "004 Fig. 2, Table 1"
 
     staleness: tuple[int, ...] = (0, 5, 10, 20, 50)
     rates: tuple[float, ...] = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4)
     epochs: int = 25
     seeds: int = 2
-    """Over so many the errors are means."""
+    """The errors are means over so many seeds."""
     workers: int = 40
     layers: int = 19
 
@@ -68,7 +66,7 @@ class BackupStaleness(Reproduction):
         return Findings([*rows, *layers], [*claims_of_errors(rows), claim_of_layers(layers)])
 
     def row(self, workload: Workload, staleness: int, seed: int, say: Say) -> Row:
-        """The test error in percent with each learning rate, and the best."""
+        """Measures the test error in percent with each learning rate, and the best."""
         errors, measured = {}, 0.0
         for rate in self.rates:
             runs = [self.error(workload, staleness, rate, each) for each in range(seed, seed + self.seeds)]
@@ -82,7 +80,7 @@ class BackupStaleness(Reproduction):
         }  # fmt: skip
 
     def error(self, workload: Workload, staleness: int, rate: float, seed: int) -> tuple[float, float]:
-        """Test error of the averaged model in percent, and the mean staleness of its gradients."""
+        """Returns the test error of the averaged model in percent, and the mean staleness of its gradients."""
         workers, samples = staleness + 1, len(workload.train[0])
         rising = round(RISING * self.epochs * samples)
         schedule = f"linear(warmup={rising},samples={self.epochs * samples - rising})"
@@ -98,7 +96,7 @@ class BackupStaleness(Reproduction):
         return 100 * (1 - accuracy), run.metrics.staleness["mean"]
 
     def by_layer(self, seed: int) -> list[Row]:
-        """Staleness of each layer's gradients, bottom first."""
+        """Returns the staleness of each layer's gradients, bottom first."""
 
         def chain() -> nn.Module:
             sizes = [64, *[16] * (self.layers - 1), 10]

@@ -51,33 +51,36 @@ class Findings:
     claims: list[Claim] = field(default_factory=list)
 
     def tables(self) -> list[list[Row]]:
-        """The rows, those with the same columns together."""
+        """Returns the rows, those with the same columns together."""
         return [list(rows) for _, rows in groupby(self.rows, key=list)]
 
     def data(self, name: str, seed: int) -> dict[str, Any]:
-        """As it is written to a JSON file."""
+        """Returns what is written to a JSON file."""
         return {"name": name, "seed": seed, "rows": self.rows, "claims": [asdict(claim) for claim in self.claims]}
 
 
 @dataclass(frozen=True)
 class Reproduction(ABC):
-    """The docstring of a subclass is its line in the catalogue."""
+    """The base of reproductions. The docstring of a subclass is its line in the catalogue."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    """Where in which paper."""
+    """The paper, with its figures or tables."""
+
+    def __init_subclass__(cls, name: str, paper: str) -> None:
+        cls.name, cls.paper = name, paper
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """How many lines `measure` says, for the progress bar."""
+        """How many lines `measure` reports, for the progress bar."""
 
     @abstractmethod
     def measure(self, seed: int, say: Say) -> Findings:
-        """Do the experiment."""
+        """Does the experiment."""
 
     def run(self, seed: int, say: Say) -> Findings:
-        """Measure with one thread of torch: sums then come out alike on any number of cores, and small ones sooner."""
+        """Measures with one thread of torch: sums then come out alike on any number of cores, and small ones sooner."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

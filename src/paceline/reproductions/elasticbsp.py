@@ -1,4 +1,6 @@
-"""elasticbsp: do barriers that are planned where all arrive together beat BSP's? (002, section 6.2, Figures 11 to 14)
+"""elasticbsp: do barriers that are planned where all arrive together beat BSP's?
+
+Zhao et al. 2021, section 6.2, Figures 11 to 14.
 
 The paper. Four machines with equal GPUs on a shared switch; what makes stragglers is the network. VGG-16 on ImageNet,
 three fully connected layers: many parameters and little computing for them. ElasticBSP "converges 1.77x faster" than
@@ -23,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import ClassVar
 
 from paceline import cluster as clusters
 from paceline import policies
@@ -37,10 +38,11 @@ from paceline.core.trace import Trace
 from paceline.report.barriers import barriers, totals
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
 from paceline.run import Run
-from paceline.runtime.virtual.timing import Timing, TimingPlan
+from paceline.runtime.virtual.simulation import Simulation
+from paceline.runtime.virtual.world import SimulationPlan
 
 ROUND_TRIPS_S = (0.02, 0.04, 0.06, 0.1)
-"""Of the four workers, a push and its answer together."""
+"""The round trip of each of the four workers: a push and its answer together."""
 LATEST, MEAN, MEDIAN = "latest", "mean", "median"
 
 
@@ -53,7 +55,7 @@ class Model:
     compute_s: float
     rates: tuple[float, ...]
     accuracy: float
-    """To reach."""
+    """The accuracy to reach."""
 
 
 CONNECTED = Model("fully connected", "digits-mlp", 0.02, (0.1, 0.3, 1.0), 0.93)
@@ -61,11 +63,8 @@ CONVOLUTIONAL = Model("convolutional", "digits-cnn", 0.4, (0.1, 0.2), 0.93)
 
 
 @dataclass(frozen=True)
-class ElasticBSPs(Reproduction):
+class ElasticBSPs(Reproduction, name="elasticbsp", paper="Zhao et al. 2021, section 6.2, Fig. 11-14"):
     """ElasticBSP is 1.77x faster than BSP with fully connected layers, and little faster where computing dominates."""
-
-    name: ClassVar[str] = "elasticbsp"
-    paper: ClassVar[str] = "002 section 6.2, Fig. 11-14"
 
     models: tuple[Model, ...] = (CONNECTED, CONVOLUTIONAL)
     lookaheads: tuple[int, ...] = (15, 60, 240)
@@ -108,7 +107,7 @@ class ElasticBSPs(Reproduction):
         return findings
 
     def learn(self, model: Model, rate: float, seed: int, say: Say) -> list[Row]:
-        """Real gradients: the time to an accuracy, by policy."""
+        """Measures the time to an accuracy with real gradients, by policy."""
         runs: dict[str, list[Run]] = {}
         for name, policy in self.policies.items():
             runs[name] = [
@@ -119,7 +118,7 @@ class ElasticBSPs(Reproduction):
                 )
                 for index in range(self.seeds)
             ]  # fmt: skip
-            say(f"{model.name}, lr {rate:g}, {name}: {words(reached_s(runs[name]))}")
+            say(f"{model.name}, lr {rate:g}, {name}: {format_time(reached_s(runs[name]))}")
         base, moment_s = reached_s(runs["bsp"]), reached_s(runs[f"elastic R={self.lookaheads[0]}"])
         rows = []
         for name, several in runs.items():
@@ -136,7 +135,7 @@ class ElasticBSPs(Reproduction):
         return rows
 
     def throughput(self, compute_s: float, seed: int, say: Say) -> Row:
-        """No tensors: gradients per second while all four are at work."""
+        """Measures gradients per second while all four are at work, without tensors."""
         rates = {}
         for name, policy in (("bsp", "bsp"), ("elastic", "elastic")):
             trace = timed(policy, network(compute_s), len(ROUND_TRIPS_S), self.rounds, seed)
@@ -149,7 +148,8 @@ class ElasticBSPs(Reproduction):
         }  # fmt: skip
 
     def predict(self, noise: str, slowdowns: tuple[Slowdown, ...], seed: int) -> list[Row]:
-        """No tensors: eight workers, the slowest half as fast as the fastest; waits per iteration of the slowest."""
+        """Measures waits per iteration of the slowest of eight workers, the slowest half as fast as the fastest,
+        without tensors."""
         speeds = write_value(tuple(1 + worker / 7 for worker in range(8)))
         cluster = replace(clusters.load(f"factors:by_worker={speeds}"), also=slowdowns)
         rows = []
@@ -173,14 +173,15 @@ def network(compute_s: float) -> Cluster:
 
 
 def timed(policy: str, cluster: Cluster, workers: int, iterations: int, seed: int) -> Trace:
-    """The trace of a run without tensors, up to where the first worker has done its iterations."""
-    timing = Timing(TimingPlan(policies.parse(policy), cluster, Members(workers, 1), iterations, seed, checked=True))
-    timing.run()
-    records = timing.trace.records
+    """Returns the trace of a run without tensors, up to where the first worker has done its iterations."""
+    plan = SimulationPlan(policies.parse(policy), cluster, Members(workers, 1), iterations, seed, checked=True)
+    simulation = Simulation(plan)
+    simulation.run()
+    records = simulation.trace.records
     left = (
         i for i, record in enumerate(records) if isinstance(record.event, ViewChanged) and record.event.view.number > 1
     )
-    return Trace(timing.trace.header, records[: next(left, None)])
+    return Trace(simulation.trace.header, records[: next(left, None)])
 
 
 def gradients_per_s(trace: Trace) -> float:
@@ -189,19 +190,19 @@ def gradients_per_s(trace: Trace) -> float:
 
 
 def reached_s(runs: Sequence[Run]) -> float | None:
-    """The median time to the target, if at least half of the runs reached it."""
+    """Returns the median time to the target, if at least half of the runs reached it."""
     times = sorted(float("inf") if run.time_to_target_s is None else run.time_to_target_s for run in runs)
     middle = times[(len(times) - 1) // 2]
     return middle if middle < float("inf") else None
 
 
 def accuracy_at_s(run: Run, time_s: float | None) -> float:
-    """The last accuracy measured by then."""
+    """Returns the last accuracy measured by then."""
     points = [point for point in run.history if time_s is None or point.time_s <= time_s]
     return points[-1].accuracy or 0.0
 
 
-def words(time_s: float | None) -> str:
+def format_time(time_s: float | None) -> str:
     return "not reached" if time_s is None else f"{time_s:.1f} s"
 
 
@@ -210,7 +211,7 @@ def claims(rows: list[Row], lookaheads: tuple[int, ...]) -> list[Claim]:
     first = f"elastic R={lookaheads[0]}"
 
     def column(key: str, model: Model, policy: str) -> list[float]:
-        """One number for each learning rate; 0 where the accuracy was not reached."""
+        """Returns one number for each learning rate; 0 where the accuracy was not reached."""
         return [row[key] or 0.0 for row in learned if (row["model"], row["policy"]) == (model.name, policy)]
 
     connected = column("times_bsp", CONNECTED, first)

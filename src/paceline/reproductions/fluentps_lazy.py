@@ -1,4 +1,6 @@
-"""fluentps-lazy: is it better to answer a parked pull later, with more in it? (001, III.C, Figure 8, Table IV)
+"""fluentps-lazy: is it better to answer a parked pull later, with more in it?
+
+Yao et al. 2019, III.C, Figure 8, Table IV.
 
 The paper. Under SSP a worker that is too far ahead is parked. The soft barrier answers it as soon as the slowest has
 made one more iteration: the worker makes one, and is parked again. Lazy execution answers when the slowest has caught
@@ -18,7 +20,6 @@ differ, so the gain is shown for both kinds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from paceline.api import simulate
 from paceline.core.spec import write_value
@@ -26,18 +27,15 @@ from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
 from paceline.reproductions.measures import accuracy_at, percent_less, reached_s
 
 SLOW_SERVER = 1.2e7
-"""Bytes per second: the parameters are 19 kB, 32 answers take 50 ms, an iteration 100 ms."""
+"""Its bytes a second: the parameters are 19 kB, 32 answers take 50 ms, an iteration 100 ms."""
 FAST_SERVER = 1.25e9
 RATE = 0.2
 TO_REACH = 0.9
 
 
 @dataclass(frozen=True)
-class FluentPSLazy(Reproduction):
+class FluentPSLazy(Reproduction, name="fluentps-lazy", paper="Yao et al. 2019, Fig. 8, Table IV"):
     """Lazy execution of parked pulls is 1.21x faster than the soft barrier, with a fraction of the delayed pulls."""
-
-    name: ClassVar[str] = "fluentps-lazy"
-    paper: ClassVar[str] = "001 Fig. 8, Table IV"
 
     workers: int = 32
     iterations: int = 200
@@ -45,7 +43,7 @@ class FluentPSLazy(Reproduction):
 
     @property
     def clusters(self) -> dict[tuple[str, str], str]:
-        """(how speeds differ, how fast the server is) -> the cluster."""
+        """Returns (how speeds differ, how fast the server is) -> the cluster."""
         spread = tuple(1 + 0.5 * worker / (self.workers - 1) for worker in range(self.workers))
         speeds = {"for good": f"factors:by_worker={write_value(spread)}", "at random": "random-slowdown:factor=6"}
         servers = {"slow": SLOW_SERVER, "fast": FAST_SERVER}

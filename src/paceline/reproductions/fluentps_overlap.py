@@ -1,4 +1,6 @@
-"""fluentps-overlap: what do overlapping synchronization and equal slices save? (001, III.A, III.D, V.B, Figure 6)
+"""fluentps-overlap: what do overlapping synchronization and equal slices save?
+
+Yao et al. 2019, III.A, III.D, V.B, Figure 6.
 
 The paper. ResNet-56 on CIFAR-10 under BSP, 4096 samples an iteration over 8, 16 and 32 workers, 8 servers. With
 ps-lite (a scheduler decides, slices by key ranges) communication comes to dominate as workers are added. FluentPS,
@@ -32,22 +34,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 from paceline import policies
 from paceline.api import simulate
 from paceline.cluster import Cluster, Link
 from paceline.core.messages import Members
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.runtime.virtual.timing import Timing, TimingPlan
+from paceline.runtime.virtual.backend import Backend
+from paceline.runtime.virtual.simulation import Simulation
+from paceline.runtime.virtual.world import SimulationPlan
 from paceline.tensors.layout import EPS, KEY_RANGE, Entry, Layout, imbalance
 
 WORKERS = (8, 16, 32)
 SERVERS = 8
 SAMPLES = 4096
-"""Of all workers together, each iteration."""
+"""The samples of all workers together in each iteration."""
 SAMPLES_PER_S = 1400.0
-"""What a K80 computes of ResNet-56, about."""
+"""About what a K80 computes of ResNet-56."""
 GBIT_PER_S = (25.0, 5.0, 1.0)
 LATENCY_S = 1e-4
 SCHEDULER_S = (0.0, 0.001, 0.01)
@@ -56,7 +59,7 @@ PAPER_OVERLAP, PAPER_EPS = 4.26, 1.42
 
 
 def resnet56() -> tuple[Entry, ...]:
-    """The trained tensors of ResNet-56 for CIFAR-10, in order: three stages of nine blocks of two convolutions."""
+    """Returns the trained tensors of ResNet-56 for CIFAR-10: three stages of nine blocks of two convolutions."""
 
     def convolution(name: str, inward: int, outward: int) -> Iterator[Entry]:
         yield Entry(f"{name}.weight", (outward, inward, 3, 3), 0)
@@ -87,23 +90,20 @@ class Setting:
         return SAMPLES / self.workers / SAMPLES_PER_S
 
     def iteration_s(self, policy: str, slicing: str) -> float:
-        """Seconds an iteration takes."""
+        """Returns the seconds an iteration takes."""
         bandwidth = self.gbit_per_s * 1e9 / 8
         cluster = Cluster(self.compute_s, LATENCY_S, bandwidth, scheduler_s=self.scheduler_s)
         cluster = replace(cluster, links=(Link(tuple(range(self.workers)), bandwidth=bandwidth),))
         sizes = Layout(resnet56(), "float32", slicing=slicing).slice_bytes(self.servers)
         members = Members(self.workers, self.servers)
-        timing = Timing(TimingPlan(policies.parse(policy), cluster, members, ITERATIONS, slice_bytes=sizes))
-        timing.run()
-        return timing.engine.now / ITERATIONS
+        simulation = Simulation(SimulationPlan(policies.parse(policy), cluster, members, ITERATIONS), Backend(sizes))
+        simulation.run()
+        return simulation.engine.now / ITERATIONS
 
 
 @dataclass(frozen=True)
-class FluentPSOverlap(Reproduction):
+class FluentPSOverlap(Reproduction, name="fluentps-overlap", paper="Yao et al. 2019, Fig. 6"):
     """Shards that decide for themselves are up to 4.26x faster than a scheduler, equal slices 1.42x faster again."""
-
-    name: ClassVar[str] = "fluentps-overlap"
-    paper: ClassVar[str] = "001 Fig. 6"
 
     workers: tuple[int, ...] = WORKERS
     gbit_per_s: tuple[float, ...] = GBIT_PER_S
@@ -113,7 +113,7 @@ class FluentPSOverlap(Reproduction):
         return len(self.gbit_per_s) * (len(self.workers) + 1) + 1
 
     def measure(self, seed: int, say: Say) -> Findings:
-        """Only the check that all learn the same depends on the seed."""
+        """Does the experiment. Only the check that all learn the same depends on the seed."""
         rows = []
         for gbit_per_s in self.gbit_per_s:
             for workers in self.workers:
@@ -132,7 +132,7 @@ class FluentPSOverlap(Reproduction):
 
 
 def measure(setting: Setting) -> list[Row]:
-    """One row for each speed of the scheduler."""
+    """Measures one row for each speed of the scheduler."""
     overlap = setting.iteration_s("bsp", KEY_RANGE)
     equal = setting.iteration_s("bsp", EPS)
     rows = []
@@ -150,7 +150,7 @@ def measure(setting: Setting) -> list[Row]:
 
 
 def scheduler_s_for(speed_up: float, setting: Setting) -> float:
-    """How long the scheduler must be busy with a message for overlap to be so many times faster."""
+    """Returns how long the scheduler must be busy with a message for overlap to be so many times faster."""
     overlap = setting.iteration_s("bsp", KEY_RANGE)
     low, high = 0.0, 1.0
     for _ in range(10):
@@ -164,7 +164,7 @@ def scheduler_s_for(speed_up: float, setting: Setting) -> float:
 
 
 def largest_difference(seed: int) -> float:
-    """Between the models that the three ways give, with real gradients: an MLP of four tensors on four servers."""
+    """Returns the largest difference between the models of the three ways: an MLP of four tensors on four servers."""
     ways = (("scheduled", KEY_RANGE), ("bsp", KEY_RANGE), ("bsp", EPS))
     train = partial(simulate, "digits-mlp", workers=4, servers=4, iterations=20, seed=seed, cluster="random-slowdown")
     first, *others = [train(policy, slicing=slicing).parameters for policy, slicing in ways]
@@ -172,7 +172,7 @@ def largest_difference(seed: int) -> float:
 
 
 def communication_less(row: Row, before: str, after: str) -> float:
-    """How many percent less time communication takes."""
+    """Returns how many percent less time communication takes."""
     return float(100 * (row[before] - row[after]) / (row[before] - row["compute_s"]))
 
 

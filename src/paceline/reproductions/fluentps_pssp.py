@@ -1,4 +1,6 @@
-"""fluentps-pssp: stopping a fast worker only sometimes. (001, III.E, Figures 9 and 10, Table IV)
+"""fluentps-pssp: stopping a fast worker only sometimes.
+
+Yao et al. 2019, III.E, Figures 9 and 10, Table IV.
 
 The paper. PSSP(s, c) stops a worker that is s ahead with probability c only. Its regret has the same bound as that of
 SSP(s + 1/c - 1). AlexNet on CIFAR-10, 64 workers, one server, soft barrier: of such pairs PSSP always has fewer
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
 
 from paceline.api import simulate
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
@@ -37,22 +38,19 @@ TABLE_IV: dict[str, tuple[float, float, float]] = {
     "pssp:staleness=3,c=0.5": (58.71, 350.3, 0.765),
     "ssp:staleness=3": (80.77, 4002, 0.764),
 }
-"""AlexNet on CIFAR-10, soft barrier: seconds and DPRs per 100 iterations, accuracy."""
+"""The paper's AlexNet on CIFAR-10, soft barrier: seconds and DPRs per 100 iterations, accuracy."""
 
 
 @dataclass(frozen=True)
-class FluentPSPSSP(Reproduction):
+class FluentPSPSSP(Reproduction, name="fluentps-pssp", paper="Yao et al. 2019, Fig. 9, 10, Table IV"):
     """At an equal bound on the regret PSSP waits far less than SSP; at equal accuracy it is 1.38x faster."""
-
-    name: ClassVar[str] = "fluentps-pssp"
-    paper: ClassVar[str] = "001 Fig. 9, 10, Table IV"
 
     workers: int = 64
     iterations: int = 200
     one_in: tuple[int, ...] = (2, 3, 5, 10)
-    """1/c of the pairs."""
+    """The values of 1/c of the pairs."""
     seeds: int = 3
-    """Over so many the accuracies are means."""
+    """The accuracies are means over so many seeds."""
 
     @property
     def steps(self) -> int:
@@ -70,7 +68,7 @@ class FluentPSPSSP(Reproduction):
         return Findings([*pairs, *table], [*claims_of_pairs(pairs), *claims_of_table(table)])
 
     def pair(self, cluster: str, one_in: int, seed: int, say: Say) -> Row:
-        """PSSP and SSP with the same bound on the regret (Fig. 9)."""
+        """Measures PSSP and SSP with the same bound on the regret (Fig. 9)."""
         runs = []
         for policy in (f"pssp:staleness={BOUND},c=1/{one_in}", f"ssp:staleness={BOUND + one_in - 1}"):
             runs.append(self.simulate(policy, CLUSTERS[cluster], seed))
@@ -86,7 +84,7 @@ class FluentPSPSSP(Reproduction):
         }  # fmt: skip
 
     def line(self, policy: str, seed: int, say: Say) -> Row:
-        """One column of Table IV."""
+        """Measures one column of Table IV."""
         runs = []
         for each in range(seed, seed + self.seeds):
             runs.append(self.simulate(policy, SPELLS, each))

@@ -1,4 +1,6 @@
-"""hop-backup: what one backup neighbour gains where peers are slow at random (003, 7.3.3, Figures 14 to 16).
+"""hop-backup: what one backup neighbour gains where peers are slow at random.
+
+Luo et al. 2019, 7.3.3, Figures 14 to 16.
 
 The paper. 16 workers, each iteration of each 6 times slower with probability 1/16. A worker that needs one update less
 than it has in-neighbours makes iterations up to 1.81 times as fast (VGG11 on the ring-based graph, Figure 16);
@@ -17,21 +19,17 @@ What differs. A small model, a network that costs nearly nothing, no momentum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.reproductions.peer_measures import loss_after, pace, reached_loss_s, said, times_sooner, train
+from paceline.reproductions.peer_measures import format_times, loss_after, pace, reached_loss_s, times_sooner, train
 from paceline.run import Run
 
 CLUSTER = "random-slowdown:factor=6"
 
 
 @dataclass(frozen=True)
-class HopBackup(Reproduction):
+class HopBackup(Reproduction, name="hop-backup", paper="Luo et al. 2019, Fig. 14-16"):
     """One backup neighbour makes iterations up to 1.81x faster under random slowdown, and converges sooner."""
-
-    name: ClassVar[str] = "hop-backup"
-    paper: ClassVar[str] = "003 Fig. 14-16"
 
     peers: int = 16
     iterations: int = 200
@@ -39,7 +37,7 @@ class HopBackup(Reproduction):
 
     @property
     def settings(self) -> list[tuple[str, str, str]]:
-        """(graph, order, shards)"""
+        """Returns the settings as (graph, order, shards)."""
         plain = [(graph, order, "shuffled") for graph in self.graphs for order in ("parallel", "serial")]
         return [*plain, (self.graphs[0], "parallel", "sorted")]
 
@@ -103,13 +101,13 @@ def claims(rows: list[Row]) -> list[Claim]:
         Claim(
             "So it converges sooner by the clock",
             "sooner on both graphs",
-            ", ".join(f"{said(sooner(key))} ({key[0]}, {key[1]})" for key in shuffled),
+            ", ".join(f"{format_times(sooner(key))} ({key[0]}, {key[1]})" for key in shuffled),
             min(map(sooner, shuffled)) > 1,
         ),
         Claim(
             "Also where each peer has labels of its own",
             "not examined",
-            f"{said(sooner(mixed))}; loss after as many iterations {apart['loss_after']:.3f} against "
+            f"{format_times(sooner(mixed))}; loss after as many iterations {apart['loss_after']:.3f} against "
             f"{together['loss_after']:.3f}, accuracy at the end {apart['accuracy']:.3f} against "
             f"{together['accuracy']:.3f}",
             sooner(mixed) > 1,

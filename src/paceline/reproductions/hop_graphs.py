@@ -1,4 +1,6 @@
-"""hop-graphs: which graph, and is any better than a server? (003, 7.3.1, 7.3.2, 7.3.6; Figures 12, 13, 20, 21)
+"""hop-graphs: which graph, and is any better than a server?
+
+Luo et al. 2019, 7.3.1, 7.3.2, 7.3.6; Figures 12, 13, 20, 21.
 
 The paper. Under random slowdown all graphs suffer, sparse ones less (Figure 12). On 1 Gbit/s Ethernet the ring-based
 graph, even with slowdowns, converges much faster than BSP with one parameter server without any (Figure 13). With 8
@@ -17,12 +19,11 @@ machines' graphs have uneven degrees, so their weights are Metropolis, not the p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from paceline import graphs
 from paceline.graphs.spectral import gap_of_graph, gap_of_weights
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.reproductions.peer_measures import loss_after, pace, reached_loss_s, said, train
+from paceline.reproductions.peer_measures import format_times, loss_after, pace, reached_loss_s, train
 
 SLOWDOWN = "random-slowdown:factor=6"
 NBYTES, COMPUTE_S = 19_240, 0.1
@@ -36,16 +37,13 @@ PLACED = {
 
 
 def bandwidth(share: float) -> str:
-    """That moves the parameters in such a share of an iteration."""
+    """Returns the bandwidth that moves the parameters in such a share of an iteration."""
     return f"{NBYTES / (share * COMPUTE_S):.0f}"
 
 
 @dataclass(frozen=True)
-class HopGraphs(Reproduction):
+class HopGraphs(Reproduction, name="hop-graphs", paper="Luo et al. 2019, Fig. 12, 13, 20, 21"):
     """Sparse graphs suffer less from slowdowns, peers beat one server, and placement may beat the spectral gap."""
-
-    name: ClassVar[str] = "hop-graphs"
-    paper: ClassVar[str] = "003 Fig. 12, 13, 20, 21"
 
     peers: int = 16
     iterations: int = 150
@@ -146,7 +144,7 @@ def claims_of_13(rows: list[Row]) -> list[Claim]:
         Claim(
             "Peers on the ring-based graph, slowed down or not, beat BSP on one server that is not",
             "much faster, by the curves",
-            f"{said(times['steady'])} as fast without slowdown, {said(times[SLOWDOWN])} with",
+            f"{format_times(times['steady'])} as fast without slowdown, {format_times(times[SLOWDOWN])} with",
             min(times.values()) > 1,
             "where a transfer takes a fifth of an iteration: 16 pushes and 16 answers queue up at one server",
         )
@@ -179,7 +177,7 @@ def claims_of_21(rows: list[Row]) -> list[Claim]:
             "By the clock the graphs that fit the machines win",
             "both beat the ring-based graph",
             "; ".join(
-                f"{' and '.join(map(said, gains[share]))} where a transfer takes {share:g} of an iteration"
+                f"{' and '.join(map(format_times, gains[share]))} where a transfer takes {share:g} of an iteration"
                 for share in shares
             ),
             min(gains[shares[-1]]) > 1,

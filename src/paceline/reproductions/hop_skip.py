@@ -1,4 +1,6 @@
-"""hop-skip: a peer that is slow for good jumps over iterations (003, 7.3.5, Figures 18 and 19).
+"""hop-skip: a peer that is slow for good jumps over iterations.
+
+Luo et al. 2019, 7.3.5, Figures 18 and 19.
 
 The paper. Ring-based graph, 16 workers, one of them 4 times slower for good. Backup neighbours alone do not help for
 long: the tokens tie everybody to the slow one, iterations take 3.9 times as long. When it may skip up to 10 iterations
@@ -15,11 +17,10 @@ What differs. A small model, a network that costs nearly nothing, no momentum. T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from paceline.report.peers import apartness
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.reproductions.peer_measures import loss_after, pace, reached_loss_s, said, times_sooner, train
+from paceline.reproductions.peer_measures import format_times, loss_after, pace, reached_loss_s, times_sooner, train
 from paceline.run import Run
 
 SLOW = 0
@@ -33,11 +34,8 @@ MODES = {
 
 
 @dataclass(frozen=True)
-class HopSkip(Reproduction):
+class HopSkip(Reproduction, name="hop-skip", paper="Luo et al. 2019, Fig. 18, 19"):
     """Where one peer is 4x slower for good, skipping iterations turns a slowdown of 3.9x for all into 1.1x."""
-
-    name: ClassVar[str] = "hop-skip"
-    paper: ClassVar[str] = "003 Fig. 18, 19"
 
     peers: int = 16
     iterations: int = 200
@@ -94,15 +92,15 @@ def claims(rows: list[Row]) -> list[Claim]:
         Claim(
             "It converges more than twice as fast as the standard setting",
             "more than 2x",
-            f"{said(sooner('shuffled', 'skip=10'))} with jumps of up to 10, "
-            f"{said(sooner('shuffled', 'skip=2'))} with up to 2, "
-            f"{said(sooner('shuffled', 'backup=1'))} with a backup alone",
+            f"{format_times(sooner('shuffled', 'skip=10'))} with jumps of up to 10, "
+            f"{format_times(sooner('shuffled', 'skip=2'))} with up to 2, "
+            f"{format_times(sooner('shuffled', 'backup=1'))} with a backup alone",
             sooner("shuffled", "skip=10") > 2,
         ),
         Claim(
             "Also where the slow peer has labels of its own",
             "not examined",
-            f"{said(sooner('sorted', 'skip=10'))}; accuracy at the end {own['accuracy']:.3f} against "
+            f"{format_times(sooner('sorted', 'skip=10'))}; accuracy at the end {own['accuracy']:.3f} against "
             f"{by['sorted', 'standard']['accuracy']:.3f} in the standard run",
             sooner("sorted", "skip=10") > 1,
             "the slow peer's labels are seen a quarter as often",

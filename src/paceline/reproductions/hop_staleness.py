@@ -1,4 +1,6 @@
-"""hop-staleness: bounded staleness instead of backup neighbours (003, 7.3.4, Figure 17).
+"""hop-staleness: bounded staleness instead of backup neighbours.
+
+Luo et al. 2019, 7.3.4, Figure 17.
 
 The paper. Ring-based graph, 16 workers, 6x random slowdown, staleness bound 5: "a similar speedup to that with backup
 workers, and they both outperform the standard decentralized setting".
@@ -14,10 +16,17 @@ What differs. A small model, a network that costs nearly nothing, no momentum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.reproductions.peer_measures import lead, loss_after, pace, reached_loss_s, said, times_sooner, train
+from paceline.reproductions.peer_measures import (
+    format_times,
+    lead,
+    loss_after,
+    pace,
+    reached_loss_s,
+    times_sooner,
+    train,
+)
 from paceline.run import Run
 
 CLUSTER = "random-slowdown:factor=6"
@@ -25,18 +34,15 @@ MODES = {"standard": "", "backup=1": ",backup=1,max_gap=8", "staleness=5": ",sta
 
 
 @dataclass(frozen=True)
-class HopStaleness(Reproduction):
+class HopStaleness(Reproduction, name="hop-staleness", paper="Luo et al. 2019, Fig. 17"):
     """Staleness 5 gains about as much as a backup neighbour under random slowdown."""
-
-    name: ClassVar[str] = "hop-staleness"
-    paper: ClassVar[str] = "003 Fig. 17"
 
     peers: int = 16
     iterations: int = 200
 
     @property
     def settings(self) -> list[tuple[str, str]]:
-        """(order, shards)"""
+        """Returns the settings as (order, shards)."""
         return [("parallel", "shuffled"), ("serial", "shuffled"), ("parallel", "sorted")]
 
     @property
@@ -87,7 +93,7 @@ def claims(rows: list[Row]) -> list[Claim]:
             "Both converge sooner than the standard setting",
             "both outperform it",
             ", ".join(
-                f"{mode} {said(sooner(order, 'shuffled', mode))} ({order})"
+                f"{mode} {format_times(sooner(order, 'shuffled', mode))} ({order})"
                 for order in ("parallel", "serial")
                 for mode in ("staleness=5", "backup=1")
             ),
@@ -96,9 +102,9 @@ def claims(rows: list[Row]) -> list[Claim]:
         Claim(
             "Also where each peer has labels of its own",
             "not examined",
-            f"staleness=5 {said(sooner('parallel', 'sorted', 'staleness=5'))}, backup=1 "
-            f"{said(sooner('parallel', 'sorted', 'backup=1'))}; accuracy at the end {apart['accuracy']:.3f} with "
-            f"staleness against {own['accuracy']:.3f} in the standard run",
+            f"staleness=5 {format_times(sooner('parallel', 'sorted', 'staleness=5'))}, backup=1 "
+            f"{format_times(sooner('parallel', 'sorted', 'backup=1'))}; accuracy at the end {apart['accuracy']:.3f} "
+            f"with staleness against {own['accuracy']:.3f} in the standard run",
             sooner("parallel", "sorted", "staleness=5") > 1,
         ),
     ]

@@ -7,22 +7,22 @@ from statistics import fmean
 from paceline.run import Run
 
 LAST = 10
-"""Points of the history that an accuracy is the mean of: one alone is noisy."""
+"""An accuracy is the mean of so many points of the history: one alone is noisy."""
 
 
 def accuracy_at(run: Run, updates: int) -> float:
-    """Test accuracy after so many updates, the mean of the last points before.
+    """Returns the test accuracy after so many updates, the mean of the last points before.
 
-    Where gradients are applied on arrival, runs are compared at an equal number of updates, and before the first
-    worker has done its iterations and left: those who remain then take larger steps (lr/N with a smaller N), which is
-    noise that no paper's experiment has in it.
+    Where gradients are applied on arrival, runs are compared at an equal number of updates, and before the first worker
+    has done its iterations and left: those who remain then take larger steps (lr/N with a smaller N), which is noise
+    that no paper's experiment has in it.
     """
     points = [point for point in run.history if point.updates <= updates]
     return fmean(point.accuracy or 0.0 for point in points[-LAST:])
 
 
 def reached_s(run: Run, accuracy: float) -> float | None:
-    """When the test accuracy was first so high."""
+    """Returns when the test accuracy was first so high."""
     return next((point.time_s for point in run.history if (point.accuracy or 0.0) >= accuracy), None)
 
 

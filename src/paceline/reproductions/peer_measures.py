@@ -16,7 +16,7 @@ RATE = 0.2
 
 
 def train(policy: str, peers: int, cluster: str, iterations: int, seed: int, shards: str = "shuffled") -> Run:
-    """digits-mlp by SGD, a batch of 16 for each."""
+    """Trains digits-mlp by SGD, with a batch of 16 for each peer."""
     return simulate(
         "digits-mlp", policy, workers=peers, cluster=cluster, iterations=iterations, batch=PEERS_BATCH,
         optimizer=f"sgd:lr={write_value(RATE)}", seed=seed, shards=shards,
@@ -24,22 +24,22 @@ def train(policy: str, peers: int, cluster: str, iterations: int, seed: int, sha
 
 
 def pace(run: Run, without: int | None = None) -> float:
-    """Seconds from one iteration to the next, in the mean over the peers (but for one of them)."""
+    """Returns the mean seconds from one iteration to the next, over the peers but for `without`."""
     return fmean(seconds for peer, seconds in apartness(run.trace).iteration_s.items() if peer != without)
 
 
 def loss_after(run: Run, updates: int) -> float:
-    """The loss when each peer had made so many steps, in the mean."""
+    """Returns the loss when each peer had made so many steps, in the mean."""
     return next((point.loss or 0.0 for point in run.history if point.updates >= updates), run.history[-1].loss or 0.0)
 
 
 def reached_loss_s(run: Run, loss: float) -> float | None:
-    """When the loss was first so low."""
+    """Returns when the loss was first so low."""
     return next((p.time_s for p in run.history if p.loss is not None and p.loss <= loss), None)
 
 
 def lead(run: Run) -> float:
-    """By how many iterations what went into an average was ahead of the peer, by its weight, in the mean."""
+    """Returns by how many iterations what went into an average was ahead of the peer, weighted, in the mean."""
     averages = [action for record in run.trace for action in record.actions if isinstance(action, Reduce)]
     ahead = (
         weight * (handle.iteration - average.iteration)
@@ -50,9 +50,9 @@ def lead(run: Run) -> float:
 
 
 def times_sooner(row: Row, base: Row, key: str) -> float:
-    """How many times sooner `row` got there than `base`; 0 if it never did."""
+    """Returns how many times sooner `row` got there than `base`; 0 if it never did."""
     return float(base[key] / row[key]) if row[key] and base[key] else 0.0
 
 
-def said(times: float) -> str:
+def format_times(times: float) -> str:
     return f"{times:.2f}x" if times else "never in so many iterations"

@@ -1,14 +1,16 @@
-"""specsync: how much sooner does training converge if stale computations are begun again? (000, VI, Figures 8 to 13)
+"""specsync: how much sooner does training converge if stale computations are begun again?
+
+Zhang et al. 2018, VI, Figures 8 to 13.
 
 The paper. SpecSync over ASP on 40 EC2 machines: 2.97x as fast for matrix factorization, 2.25x for CIFAR-10, 3x for
 ImageNet (Fig. 8), with up to 58 % fewer iterations (Fig. 9); tuned by itself it does nearly as well as with ABORT_TIME
 and ABORT_RATE picked by trying (VI.E). It also helps on unequal machines, though less (Fig. 10), the more machines the
 more (Fig. 11), and moves less data in total (Fig. 12: 2.00 TB against 3.17), notices being next to nothing (Fig. 13).
 
-Here. digits-mlp, plain SGD, 40 workers with log-normal iterations of 14 s, and its heterogeneous cluster (ec2.py), 20
-and 30 workers besides. `asp` against `specsync` and the best of a few fixed pairs, for a row of learning rates; the
-whole row is shown, since the gain depends on how near the rate is to where ASP diverges. Converged is what the paper
-calls so: the loss below a target five times in a row. Medians of a few seeds, none picked.
+Here. digits-mlp, plain SGD, 40 workers with log-normal iterations of 14 s, and its heterogeneous cluster
+(`specsync_clusters.py`), 20 and 30 workers besides. `asp` against `specsync` and the best of a few fixed pairs, for a
+row of learning rates; the whole row is shown, since the gain depends on how near the rate is to where ASP diverges.
+Converged is what the paper calls so: the loss below a target five times in a row. Medians of a few seeds, none picked.
 
 What differs. A small model in virtual time, with a network that is hardly ever busy. A pull that is begun again costs
 an answer and the time until the abort, as in the paper.
@@ -21,45 +23,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import ClassVar
 
 from paceline.api import simulate
 from paceline.cluster import Cluster
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.reproductions.ec2 import (
+from paceline.reproductions.measures import percent_less
+from paceline.reproductions.specsync_clusters import (
     ITERATION_S,
     converged,
+    format_ratio,
+    format_time,
     heterogeneous,
     homogeneous,
-    in_words,
     measured_until,
-    middle,
+    median_time,
     speed_up,
-    told,
 )
-from paceline.reproductions.measures import percent_less
 
 ASP, ADAPTIVE, PICKED = "asp", "adaptive", "cherry-picked"
 
 
 @dataclass(frozen=True)
-class SpecSyncSpeed(Reproduction):
+class SpecSyncSpeed(Reproduction, name="specsync", paper="Zhang et al. 2018, Fig. 8-13"):
     """Beginning again on fresh parameters converges 2.25 to 3 times as fast as ASP, with less data moved in total."""
-
-    name: ClassVar[str] = "specsync"
-    paper: ClassVar[str] = "000 Fig. 8-13"
 
     workers: int = 40
     smaller: tuple[int, ...] = (20, 30)
     rates: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5, 2.0)
     few_rates: tuple[float, ...] = (0.5, 1.0, 1.5)
-    """For other sizes and the heterogeneous cluster."""
+    """The learning rates for other sizes and the heterogeneous cluster."""
     pairs: tuple[tuple[float, float], ...] = ((0.3, 0.2), (0.4, 0.2))
-    """(ABORT_TIME as a share of an iteration, ABORT_RATE) to pick from."""
+    """The pairs (ABORT_TIME as a share of an iteration, ABORT_RATE) to pick from."""
     iterations: int = 110
     seeds: int = 3
     loss: float = 0.4
-    """What counts as converged."""
+    """The loss that counts as converged."""
 
     @property
     def steps(self) -> int:
@@ -88,7 +86,7 @@ class SpecSyncSpeed(Reproduction):
         return Findings([*main, *others, *sizes], claims)
 
     def rows_of(self, rate: float, seed: int, say: Say) -> list[Row]:
-        """The main cluster at one rate: ASP, adaptive, and the best of the fixed pairs."""
+        """Measures the main cluster at one rate: ASP, adaptive, and the best of the fixed pairs."""
         rows = [self.row("equal", self.workers, homogeneous, rate, way, seed, say) for way in (ASP, ADAPTIVE)]
         tried = [
             self.row("equal", self.workers, homogeneous, rate, f"{share * ITERATION_S:g},{abort_rate}", seed, say)
@@ -100,7 +98,7 @@ class SpecSyncSpeed(Reproduction):
     def row(
         self, kind: str, workers: int, cluster: Callable[[], Cluster], rate: float, way: str, seed: int, say: Say
     ) -> Row:
-        """Medians and means over the seeds; what is counted is counted until convergence, or to the end."""
+        """Measures medians and means over the seeds; counts go until convergence, or to the end."""
         if way in (ASP, ADAPTIVE):
             policy = "asp" if way == ASP else "specsync"
         else:
@@ -121,13 +119,14 @@ class SpecSyncSpeed(Reproduction):
             moved.append(sum(metrics.bytes.values()))
             again.append(metrics.bytes.get("resync_pull", 0))
             notices.append(metrics.bytes.get("notices", 0))
-            aborted.append(100 * metrics.aborts.get("count", 0) / (metrics.iterations * workers))
+            aborted.append(100 * metrics.aborts.get("count", 0) / metrics.gradients)
             staleness.append(metrics.staleness["mean"])
-        time_s = middle(times)
-        say(f"{kind}, {workers} workers, learning rate {rate}, {way}: {told(time_s)}")
+        time_s = median_time(times)
+        say(f"{kind}, {workers} workers, learning rate {rate}, {way}: {format_time(time_s)}")
         return {
-            "cluster": kind, "workers": workers, "lr": rate, "way": way, "s": time_s, "iterations": middle(iterations),
-            "aborts_per_100": fmean(aborted), "staleness": fmean(staleness), "MB": fmean(moved) / 1e6,
+            "cluster": kind, "workers": workers, "lr": rate, "way": way, "s": time_s,
+            "iterations": median_time(iterations), "aborts_per_100": fmean(aborted),
+            "staleness": fmean(staleness), "MB": fmean(moved) / 1e6,
             "again_MB": fmean(again) / 1e6, "notices_MB": fmean(notices) / 1e6,
         }  # fmt: skip
 
@@ -155,13 +154,13 @@ class SpecSyncSpeed(Reproduction):
             Claim(
                 "... and at the largest rate at which ASP converges",
                 "not examined",
-                f"{in_words(ratios.get(edge))} at lr {edge}",
+                f"{format_ratio(ratios.get(edge))} at lr {edge}",
                 (ratios.get(edge) or 0) > 1,
             ),
             Claim(
                 "... and each at its best learning rate",
                 "not examined",
-                in_words(at_best),
+                format_ratio(at_best),
                 at_best is not None and at_best > 1,
                 "" if at_best is not None and at_best > 1 else "ASP's best rate is one that it bears well",
             ),
@@ -175,9 +174,9 @@ class SpecSyncSpeed(Reproduction):
             Claim(
                 "Tuned by itself it does nearly as well as cherry-picked (Fig. 8, VI.E)",
                 "the difference is very small",
-                f"{in_words(picked)} the speed, each at its best learning rate; at the same: "
+                f"{format_ratio(picked)} the speed, each at its best learning rate; at the same: "
                 + ", ".join(
-                    f"{in_words(speed_up(mine['s'], theirs['s']))} at lr {rate}"
+                    f"{format_ratio(speed_up(mine['s'], theirs['s']))} at lr {rate}"
                     for rate, theirs, mine in pairs_of(rows, PICKED, ADAPTIVE)
                 ),
                 picked is not None and picked > 0.9,
@@ -218,19 +217,19 @@ class SpecSyncSpeed(Reproduction):
 
 
 def pairs_of(rows: list[Row], second: str, first: str = ASP) -> list[tuple[float, Row, Row]]:
-    """(rate, the row of one way, the row of the other)."""
+    """Returns (rate, the row of one way, the row of the other)."""
     by = {(row["lr"], row["way"]): row for row in rows}
     rates = dict.fromkeys(row["lr"] for row in rows)
     return [(rate, by[rate, first], by[rate, second]) for rate in rates]
 
 
 def ratios_of(rows: list[Row], way: str) -> dict[float, float | None]:
-    """How many times as fast as ASP, by learning rate."""
+    """Returns how many times as fast as ASP each is, by learning rate."""
     return {rate: speed_up(asp["s"], mine["s"]) for rate, asp, mine in pairs_of(rows, way)}
 
 
 def listed(ratios: dict[float, float | None]) -> str:
-    return ", ".join(f"{in_words(ratio)} at lr {rate}" for rate, ratio in ratios.items())
+    return ", ".join(f"{format_ratio(ratio)} at lr {rate}" for rate, ratio in ratios.items())
 
 
 def changed(percent: float, less: str) -> str:

@@ -1,12 +1,15 @@
-"""specsync-waiting: does it help to wait a little before reading? (000, section III, Figures 3 and 5)
+"""specsync-waiting: does it help to wait a little before reading?
+
+Zhang et al. 2018, section III, Figures 3 and 5.
 
 The paper. ASP on 40 machines, iterations of about 14 s. In every second after a worker has pulled, about as many pushes
 of others arrive (Fig. 3); the median of the first two seconds together is over 6. So the pull is delayed by a constant,
 "naive waiting": 1 s helps, 3 s hardly, 5 s does harm (Fig. 5a, CIFAR-10).
 
-Here. digits-mlp, plain SGD, one image batch as usual for it, 40 workers with log-normal iterations of 14 s (ec2.py).
-`waiting` with the paper's delays against `asp`, for a row of learning rates: the whole row is shown, since what fresher
-parameters are worth depends on how near the rate is to where ASP diverges. Medians of a few seeds, none picked.
+Here. digits-mlp, plain SGD, one image batch as usual for it, 40 workers with log-normal iterations of 14 s
+(`specsync_clusters.py`). `waiting` with the paper's delays against `asp`, for a row of learning rates: the whole row is
+shown, since what fresher parameters are worth depends on how near the rate is to where ASP diverges. Medians of a few
+seeds, none picked.
 
 What differs. A small model in virtual time; what the paper calls a learning rate is for a 110-layer network.
 """
@@ -16,7 +19,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
 
 import numpy as np
 
@@ -24,18 +26,23 @@ from paceline.api import simulate
 from paceline.core.actions import Answer
 from paceline.core.events import PushArrived
 from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
-from paceline.reproductions.ec2 import ITERATION_S, converged, homogeneous, in_words, middle, speed_up, told
+from paceline.reproductions.specsync_clusters import (
+    ITERATION_S,
+    converged,
+    format_ratio,
+    format_time,
+    homogeneous,
+    median_time,
+    speed_up,
+)
 from paceline.run import Run
 
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
 @dataclass(frozen=True)
-class SpecSyncWaiting(Reproduction):
+class SpecSyncWaiting(Reproduction, name="specsync-waiting", paper="Zhang et al. 2018, Fig. 3, 5"):
     """Waiting a second before each pull helps, waiting five does harm; pushes arrive evenly after a pull."""
-
-    name: ClassVar[str] = "specsync-waiting"
-    paper: ClassVar[str] = "000 Fig. 3, 5"
 
     workers: int = 40
     rates: tuple[float, ...] = (0.25, 0.5, 1.0, 1.5)
@@ -43,7 +50,7 @@ class SpecSyncWaiting(Reproduction):
     iterations: int = 140
     seeds: int = 3
     loss: float = 0.4
-    """What counts as converged."""
+    """The loss that counts as converged."""
 
     @property
     def steps(self) -> int:
@@ -70,9 +77,9 @@ class SpecSyncWaiting(Reproduction):
         for delay_s in self.delays_s:
             runs = [self.run_one(rate, delay_s, seed + offset) for offset in range(self.seeds)]
             points = [converged(run, self.loss) for run in runs]
-            times[f"s_at_{delay_s:g}_s"] = middle([point and point.time_s for point in points])
+            times[f"s_at_{delay_s:g}_s"] = median_time([point and point.time_s for point in points])
             staleness[f"staleness_{delay_s:g}_s"] = fmean(run.metrics.staleness["mean"] for run in runs)
-            say(f"learning rate {rate}, delay {delay_s:g} s: {told(times[f's_at_{delay_s:g}_s'])}")
+            say(f"learning rate {rate}, delay {delay_s:g} s: {format_time(times[f's_at_{delay_s:g}_s'])}")
         return {"lr": rate, **times, **staleness}
 
     def claim_of_arrivals(self, arrivals: list[list[int]]) -> Claim:
@@ -88,7 +95,7 @@ class SpecSyncWaiting(Reproduction):
         )
 
     def claims_of_waiting(self, rows: list[Row]) -> list[Claim]:
-        """One for each delay, over the whole row of rates."""
+        """Makes one claim for each delay, over the whole row of rates."""
         paper = {1.0: ("helps", "significantly faster"), 3.0: ("makes little difference", "little benefit")}
         claims = []
         for delay_s in self.delays_s[1:]:
@@ -99,7 +106,7 @@ class SpecSyncWaiting(Reproduction):
                 ratio > 1 if verb == "helps" else ratio < 1 if verb == "does harm" else 0.9 < ratio < 1.1
                 for ratio in known
             )
-            ours = ", ".join(f"{in_words(ratio)} at lr {rate}" for rate, ratio in ratios.items())
+            ours = ", ".join(f"{format_ratio(ratio)} at lr {rate}" for rate, ratio in ratios.items())
             some = "it depends on the learning rate: fresh parameters matter near where ASP diverges"
             title = f"Waiting {delay_s:g} s of {ITERATION_S:g} {verb}"
             claims.append(Claim(title, figure, ours, holds, "" if holds else some))
@@ -107,7 +114,7 @@ class SpecSyncWaiting(Reproduction):
 
 
 def arrivals_after_pulls(run: Run) -> list[list[int]]:
-    """For each second after a pull, up to an iteration: how many pushes of others came in it, pull by pull."""
+    """Returns, for each second after a pull, up to an iteration, how many pushes of others came in it, pull by pull."""
     pushes: list[float] = []
     by_worker: dict[int, list[float]] = {}
     pulls: list[tuple[float, int]] = []

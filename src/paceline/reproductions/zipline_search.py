@@ -1,4 +1,6 @@
-"""zipline-search: who finds the best moment to meet, and how long does it take? (002, 6.1, Tables 3 and 4)
+"""zipline-search: who finds the best moment to meet, and how long does it take?
+
+Zhao et al. 2021, 6.1, Tables 3 and 4.
 
 The paper. For n workers and R predicted iterations of each, generated as section 6.1 says, Table 3 has the shortest
 wait that each search finds, Table 4 what it takes. ZipLine, ZipLineOpt, ZipLineOptBS and FullGridScan always find the
@@ -27,7 +29,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import ClassVar
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from paceline.reproductions.base import Claim, Findings, Reproduction, Row, Say
 from paceline.zipline import SEARCHES, generate
 
 Size = tuple[int, int]
-"""(workers, predicted iterations of each)"""
+"""The size of a matrix: (workers, predicted iterations of each)."""
 
 EXACT = ("ZipLine", "ZipLineOpt", "ZipLineOptBS")
 COMPARED = (*EXACT, "FullGridScan", "GridScan", "plan")
@@ -43,7 +44,7 @@ WORKERS = (10, 50, 100, 500, 1000)
 LOOKAHEADS = (15, 150)
 MATRICES = 10
 FULL_SCAN_ONCE, FULL_SCAN_NEVER = 20_000, 100_000
-"""From so many times on."""
+"""With so many times the full scan is tried once, or not at all."""
 
 # fmt: off
 TABLE_3: dict[Size, tuple[int, int]] = {
@@ -51,7 +52,7 @@ TABLE_3: dict[Size, tuple[int, int]] = {
     (1000, 15): (1403, 1405), (10, 150): (518, 518), (50, 150): (1055, 1103), (100, 150): (1175, 1253),
     (500, 150): (1307, 1344), (1000, 150): (1382, 1401),
 }
-"""The best wait in ms, and GridScan's."""
+"""The paper's best wait in ms, and GridScan's."""
 TIMED: tuple[Size, ...] = ((10, 15), (10, 150), (100, 15), (100, 150), (1000, 15), (1000, 150))
 TABLE_4: dict[str, tuple[float, ...]] = {
     "ZipLine": (1.49e2, 1.32e3, 6.37e3, 4.99e4, 2.53e5, 2.38e6),
@@ -60,7 +61,7 @@ TABLE_4: dict[str, tuple[float, ...]] = {
     "FullGridScan": (1.54e3, 4.67e4, 8.13e4, 2.15e6, 4.04e6, 2.07e8),
     "GridScan": (1.68e2, 5.50e3, 1.11e3, 4.38e4, 7.45e3, 2.57e5),
 }
-"""Microseconds, by the sizes above."""
+"""The paper's microseconds, by the sizes above."""
 # fmt: on
 
 
@@ -77,11 +78,8 @@ Results = dict[Size, dict[str, Tried]]
 
 
 @dataclass(frozen=True)
-class ZipLineSearch(Reproduction):
+class ZipLineSearch(Reproduction, name="zipline-search", paper="Zhao et al. 2021, Tables 3 and 4"):
     """ZipLine always finds the best moment to meet, one or two orders faster than a full scan; GridScan rarely does."""
-
-    name: ClassVar[str] = "zipline-search"
-    paper: ClassVar[str] = "002 Tables 3 and 4"
 
     workers: tuple[int, ...] = WORKERS
     lookaheads: tuple[int, ...] = LOOKAHEADS
@@ -105,7 +103,7 @@ class ZipLineSearch(Reproduction):
 
 
 def try_all(matrices: list[np.ndarray]) -> dict[str, Tried]:
-    """Every search on these matrices of one size."""
+    """Tries every search on these matrices of one size."""
     best = [SEARCHES["plan"](matrix).wait for matrix in matrices]
     tried = {}
     for name in COMPARED:
@@ -140,7 +138,7 @@ def score(tried: list[Tried]) -> str:
 
 
 def table_4(results: Results) -> list[Row]:
-    """Microseconds: the paper's line above ours, a column for each size."""
+    """Makes a table of microseconds: the paper's line above ours, a column for each size."""
     sizes = [size for size in TIMED if size in results]
     rows: list[Row] = []
     for name in COMPARED:
@@ -186,7 +184,7 @@ def claims_of_waits(results: Results) -> list[Claim]:
 
 
 def listed(waits: dict[Size, float]) -> str:
-    """By R, and then by n."""
+    """Lists waits by R, and then by n."""
     by_r = {ahead: [f"{wait:.0f}" for (_, also), wait in waits.items() if also == ahead] for _, ahead in waits}
     return "; ".join(f"{', '.join(each)} ms (R = {ahead})" for ahead, each in by_r.items())
 

@@ -1,4 +1,4 @@
-/* Passes over memory that torch would make twice: `passes.py` says what they are for, and checks what they are given.
+/* Passes over memory that torch would make twice: `fused_kernels.py` says what they are for, and checks what they are given.
 
 Addresses come as numbers, vectors are of 32-bit floats. Others may run Python meanwhile. Sums are in the order and with
 the roundings of torch's own operations where it has wide vectors: one for `a + b * c`. */
@@ -16,7 +16,7 @@ the roundings of torch's own operations where it has wide vectors: one for `a + 
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #include <emmintrin.h>
-#define LOOP __attribute__((target("avx2,fma"))) static /* `passes.py` asks torch whether the processor has these */
+#define LOOP __attribute__((target("avx2,fma"))) static /* `fused_kernels.py` asks torch whether the processor has these */
 #else
 #define LOOP static
 #endif
@@ -93,6 +93,182 @@ LOOP void step_each(float *restrict values, float *const *gradients, Py_ssize_t 
             latest = gradient;
         }
         memcpy(values + at, latest, (size_t)length * sizeof(float));
+    }
+}
+
+/* A step of an optimizer with state: `fused_optimizers.py` has the kinds, and says what each coefficient is. */
+
+enum kind { SGD, MOMENTUM, NESTEROV, ADAM, ADAGRAD, RMSPROP, ADADELTA, ADAMAX, NADAM, RADAM, KINDS };
+enum common { CLIP, COUNT, SIGN, DECAY, SHRINK, AVERAGING, COMMON };
+#define OWN 8                    /* coefficients that a kind has of its own, at most */
+#define COEFFICIENTS (COMMON + OWN)
+#define STATES 3                 /* vectors of state, at most */
+
+#define LERP(a, b, w) fmaf((w), (b) - (a), (a))
+
+/* The gradient a kind steps on: the clipped mean, with weight decay in it. It may be in `total`. */
+LOOP const float *prepare(float *restrict total, const float *const *gradients, Py_ssize_t several, Py_ssize_t at,
+                          float *restrict values, const float *c, Py_ssize_t length) {
+    const float *sum = gradients[0] + at;
+    if (several > 1) {
+        const float *restrict second = gradients[1] + at;
+        for (Py_ssize_t i = 0; i < length; i++)
+            total[i] = sum[i] + second[i];
+        for (Py_ssize_t each = 2; each < several; each++) {
+            const float *restrict gradient = gradients[each] + at;
+            for (Py_ssize_t i = 0; i < length; i++)
+                total[i] += gradient[i];
+        }
+        sum = total;
+    }
+    if (c[CLIP] != 1.0f) {
+        for (Py_ssize_t i = 0; i < length; i++)
+            total[i] = sum[i] * c[CLIP];
+        sum = total;
+    }
+    if (c[COUNT] != 1.0f) {
+        for (Py_ssize_t i = 0; i < length; i++)
+            total[i] = sum[i] / c[COUNT];
+        sum = total;
+    }
+    if (c[SIGN] != 1.0f) {
+        for (Py_ssize_t i = 0; i < length; i++)
+            total[i] = -sum[i];
+        sum = total;
+    }
+    if (c[DECAY] != 0.0f) {
+        for (Py_ssize_t i = 0; i < length; i++)
+            total[i] = fmaf(c[DECAY], values[i], sum[i]);
+        sum = total;
+    }
+    if (c[SHRINK] != 1.0f)
+        for (Py_ssize_t i = 0; i < length; i++)
+            values[i] *= c[SHRINK];
+    return sum;
+}
+
+LOOP void step_kind(enum kind kind, const float *restrict g, float *restrict p, float *const *states, Py_ssize_t at,
+                    const float *c, Py_ssize_t length) {
+    float *restrict s = states[0] == NULL ? NULL : states[0] + at;
+    float *restrict t = states[1] == NULL ? NULL : states[1] + at;
+    float *restrict u = states[2] == NULL ? NULL : states[2] + at;
+    float scale[BLOCK];
+    c += COMMON;
+    switch (kind) {
+    case SGD: /* rate */
+        for (Py_ssize_t i = 0; i < length; i++)
+            p[i] = fmaf(c[0], g[i], p[i]);
+        break;
+    case MOMENTUM: /* rate, what is kept of the buffer, what goes in of the gradient */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = fmaf(c[2], g[i], c[1] * s[i]);
+            p[i] = fmaf(c[0], s[i], p[i]);
+        }
+        break;
+    case NESTEROV: /* the same, then momentum and share of the gradient in the step */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = fmaf(c[2], g[i], c[1] * s[i]);
+            p[i] = fmaf(c[0], fmaf(c[3], s[i], c[4] * g[i]), p[i]);
+        }
+        break;
+    case ADAM: /* -step size, 1 - beta1, beta2, 1 - beta2, 1 / root of the second correction, eps */
+        for (Py_ssize_t i = 0; u == NULL && i < length; i++) {
+            s[i] = LERP(s[i], g[i], c[1]);
+            t[i] = c[2] * t[i] + c[3] * g[i] * g[i];
+            p[i] += c[0] * s[i] / fmaf(sqrtf(t[i]), c[4], c[5]);
+        }
+        for (Py_ssize_t i = 0; u != NULL && i < length; i++) { /* amsgrad */
+            s[i] = LERP(s[i], g[i], c[1]);
+            t[i] = c[2] * t[i] + c[3] * g[i] * g[i];
+            u[i] = t[i] > u[i] ? t[i] : u[i];
+            p[i] += c[0] * s[i] / fmaf(sqrtf(u[i]), c[4], c[5]);
+        }
+        break;
+    case ADAGRAD: /* -rate, eps */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] += g[i] * g[i];
+            p[i] += c[0] * g[i] / (sqrtf(s[i]) + c[1]);
+        }
+        break;
+    case RMSPROP: /* -rate, alpha, 1 - alpha, eps, momentum */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = c[1] * s[i] + c[2] * g[i] * g[i];
+            scale[i] = s[i];
+        }
+        if (t != NULL) /* centered */
+            for (Py_ssize_t i = 0; i < length; i++) {
+                t[i] = LERP(t[i], g[i], c[2]);
+                scale[i] -= t[i] * t[i];
+            }
+        for (Py_ssize_t i = 0; i < length; i++)
+            scale[i] = g[i] / (sqrtf(scale[i]) + c[3]);
+        if (u != NULL) /* momentum */
+            for (Py_ssize_t i = 0; i < length; i++)
+                scale[i] = u[i] = c[4] * u[i] + scale[i];
+        for (Py_ssize_t i = 0; i < length; i++)
+            p[i] = fmaf(c[0], scale[i], p[i]);
+        break;
+    case ADADELTA: /* -rate, rho, 1 - rho, eps */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = c[1] * s[i] + c[2] * g[i] * g[i];
+            float delta = sqrtf(t[i] + c[3]) / sqrtf(s[i] + c[3]) * g[i];
+            t[i] = c[1] * t[i] + c[2] * delta * delta;
+            p[i] = fmaf(c[0], delta, p[i]);
+        }
+        break;
+    case ADAMAX: /* -rate, 1 - beta1, beta2, eps */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = LERP(s[i], g[i], c[1]);
+            float kept = c[2] * t[i], size = fabsf(g[i]) + c[3];
+            t[i] = size > kept ? size : kept;
+            p[i] += c[0] * s[i] / t[i];
+        }
+        break;
+    case NADAM: /* -rate of the gradient, 1 - beta1, beta2, 1 - beta2, 1 / root of the second correction, eps, -rate of the
+                   mean */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = LERP(s[i], g[i], c[1]);
+            t[i] = c[2] * t[i] + c[3] * g[i] * g[i];
+            p[i] += (c[0] * g[i] + c[6] * s[i]) / fmaf(sqrtf(t[i]), c[4], c[5]);
+        }
+        break;
+    case RADAM: /* -rate by the first correction, 1 - beta1, beta2, 1 - beta2, eps, what rectifies, or 0 */
+        for (Py_ssize_t i = 0; i < length; i++) {
+            s[i] = LERP(s[i], g[i], c[1]);
+            t[i] = c[2] * t[i] + c[3] * g[i] * g[i];
+        }
+        for (Py_ssize_t i = 0; i < length; i++)
+            scale[i] = c[5] == 0.0f ? 1.0f : c[5] / (sqrtf(t[i]) + c[4]);
+        for (Py_ssize_t i = 0; i < length; i++)
+            p[i] += c[0] * s[i] * scale[i];
+        break;
+    case KINDS:
+        break;
+    }
+}
+
+/* Steps on the sum of the gradients, once, or on `each` of them in turn. New values are written to all targets, or over
+   each gradient. `average`, if there is one, follows the values. */
+LOOP void optimize_all(enum kind kind, float *restrict values, float *const *states, float *restrict average,
+                       float *const *gradients, Py_ssize_t several, float *const *targets, Py_ssize_t writes,
+                       const float *coefficients, int each, Py_ssize_t count) {
+    float total[BLOCK];
+    Py_ssize_t steps = each ? several : 1, summed = each ? 1 : several;
+    for (Py_ssize_t at = 0; at < count; at += BLOCK) {
+        Py_ssize_t length = count - at < BLOCK ? count - at : BLOCK;
+        float *new = values + at;
+        for (Py_ssize_t number = 0; number < steps; number++) {
+            const float *c = coefficients + number * COEFFICIENTS;
+            const float *g = prepare(total, (const float *const *)gradients + number, summed, at, new, c, length);
+            step_kind(kind, g, new, states, at, c, length);
+            if (average != NULL)
+                for (Py_ssize_t i = 0; i < length; i++)
+                    average[at + i] = LERP(average[at + i], new[i], c[AVERAGING]);
+            if (each)
+                memcpy(gradients[number] + at, new, (size_t)length * sizeof(float));
+        }
+        for (Py_ssize_t write = 0; write < writes; write++)
+            memcpy(targets[write] + at, new, (size_t)length * sizeof(float));
     }
 }
 
@@ -224,7 +400,40 @@ static PyObject *step_on_each(PyObject *Py_UNUSED(module), PyObject *const *give
     Py_RETURN_NONE;
 }
 
+static PyObject *optimize(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t number) {
+    void *values, *average, **states = NULL, **gradients = NULL, **targets = NULL;
+    float *coefficients = NULL;
+    Py_ssize_t kind, count, held, several, writes;
+    if (!takes("optimize", 9, number) || !read_count(given[0], &kind) || !read_address(given[1], &values) ||
+        !read_address(given[3], &average) || !read_count(given[8], &count))
+        return NULL;
+    int each = PyObject_IsTrue(given[7]);
+    if (each < 0)
+        return NULL;
+    if ((states = read_addresses(given[2], &held)) != NULL && (gradients = read_addresses(given[4], &several)) != NULL &&
+        (targets = read_addresses(given[5], &writes)) != NULL &&
+        (coefficients = read_rates(given[6], (each ? several : 1) * COEFFICIENTS)) != NULL) {
+        if (kind < 0 || kind >= KINDS || held != STATES || several < 1) {
+            PyErr_SetString(PyExc_ValueError, "there is no such kind, or there are too few states or gradients");
+        } else {
+            Py_BEGIN_ALLOW_THREADS;
+            optimize_all((enum kind)kind, values, (float *const *)states, average, (float *const *)gradients, several,
+                         (float *const *)targets, writes, coefficients, each, count);
+            Py_END_ALLOW_THREADS;
+        }
+    }
+    PyMem_Free(states);
+    PyMem_Free(gradients);
+    PyMem_Free(targets);
+    PyMem_Free(coefficients);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"optimize", (PyCFunction)(void (*)(void))optimize, METH_FASTCALL,
+     "optimize(kind, values, states, average, gradients, targets, coefficients, each, count): one step, or one on each."},
     {"copy_and_look", (PyCFunction)(void (*)(void))copy_and_look, METH_FASTCALL,
      "copy_and_look(target, source, count, around): whether all that was copied is finite."},
     {"step", (PyCFunction)(void (*)(void))step, METH_FASTCALL,

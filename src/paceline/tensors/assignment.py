@@ -4,7 +4,7 @@ At the start each server has one slice (`Layout.slices`). When the number of ser
 several ranges: those that stay keep what they can, a new one takes the same share from each of the others, and what
 a removed one had is spread over those that stay. What moves is what has to, no element more: balance says how much
 each is to have in the end, to within one cache line, and only what a server has too much of, or a removed one had,
-changes hands (FluentPS's elastic parameter slicing, 001, III.A).
+changes hands (FluentPS's elastic parameter slicing, Yao et al. 2019, III.A).
 
 Where slices end on tensor borders whole tensors move instead, and how equal that can be depends on their sizes.
 """
@@ -18,21 +18,21 @@ from paceline.errors import ConfigError
 from paceline.tensors.layout import CACHE_LINE_BYTES, EPS, Layout
 
 Range = tuple[int, int]
-"""From an element of the flat vector up to, not including, another."""
+"""A range goes from an element of the flat vector up to, not including, another."""
 Ranges = tuple[Range, ...]
-"""A server's part: in order, none empty, no two touching."""
+"""A server's part of the vector: ranges in order, none empty, no two touching."""
 Assignment = tuple[Ranges, ...]
 """The part of each server, by shard."""
 MOST_SERVERS = 64
 
 
 def initial(layout: Layout, servers: int) -> Assignment:
-    """One slice for each server."""
+    """Gives one slice to each server."""
     return tuple(tidy([(part.start, part.stop)]) for part in layout.slices(servers))
 
 
 def reassign(layout: Layout, before: Assignment, servers: int) -> Assignment:
-    """The same vector over another number of servers. Those with the highest ranks go, or come."""
+    """Assigns the same vector to another number of servers. Those with the highest ranks are removed, or added."""
     if not 1 <= servers <= MOST_SERVERS:
         raise ConfigError(f"servers={servers} is out of range: 1 to {MOST_SERVERS}")
     if layout.slicing != EPS:
@@ -69,7 +69,7 @@ def _reassign_lines(layout: Layout, before: Assignment, servers: int) -> Assignm
 
 
 def _split(ranges: Sequence[Range], count: int) -> tuple[list[Range], list[Range]]:
-    """The first so many units of the ranges, and the others."""
+    """Returns the first so many units of the ranges, and the others."""
     first: list[Range] = []
     others: list[Range] = []
     for start, stop in ranges:
@@ -81,9 +81,9 @@ def _split(ranges: Sequence[Range], count: int) -> tuple[list[Range], list[Range
 
 
 def _reassign_whole(layout: Layout, before: Assignment, servers: int) -> Assignment:
-    """Whole tensors move: from removed servers to the lightest, to new ones from the heaviest while that helps.
+    """Moves whole tensors: from removed servers to the lightest, to new ones from the heaviest while that helps.
 
-    First such that fit below the mean, the largest of them: what is left on the heaviest need not move.
+    Of the tensors that fit below the mean it takes the largest first: what is left on the heaviest need not move.
     """
     layout.slices(servers)  # refuses more servers than tensors
     starts = list(accumulate((numel for _, numel in layout.units()), initial=0))
@@ -109,7 +109,7 @@ def _reassign_whole(layout: Layout, before: Assignment, servers: int) -> Assignm
 
 
 def moved(before: Assignment, after: Assignment) -> int:
-    """How many elements change hands."""
+    """Returns how many elements change hands."""
     kept = sum(size(overlap(old, new)) for old, new in zip(before, after, strict=False))
     return sum(size(part) for part in after) - kept
 
@@ -123,7 +123,7 @@ def _length(unit: Range) -> int:
 
 
 def tidy(part: Sequence[Range]) -> Ranges:
-    """In order, those that touch joined, none empty."""
+    """Sorts ranges, joins those that touch, and leaves out empty ones."""
     joined: list[Range] = []
     for start, stop in sorted(part):
         if joined and joined[-1][1] == start:
@@ -134,13 +134,14 @@ def tidy(part: Sequence[Range]) -> Ranges:
 
 
 def overlap(first: Sequence[Range], second: Sequence[Range]) -> Ranges:
-    """What both have."""
+    """Returns the ranges that are in both."""
     both = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
     return tidy([(start, stop) for start, stop in both if start < stop])
 
 
 def locate(part: Ranges, within: Ranges) -> list[slice]:
-    """Where the ranges of `part` lie in the vector that `within` makes end to end. `within` has all of them."""
+    """Returns where the ranges of `part`, all of which are in `within`, lie when those of `within` are joined end to
+    end."""
     offsets = list(accumulate((_length(each) for each in within), initial=0))
     places = []
     for start, stop in part:

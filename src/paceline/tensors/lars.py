@@ -1,4 +1,4 @@
-"""LARS (You, Gitman and Ginsburg 2017): SGD whose step on a tensor is in proportion to the tensor's own norm.
+"""LARS (You et al. 2017): SGD whose step on a tensor is in proportion to the tensor's own norm.
 
 torch has none, so this is ours, an ordinary `torch.optim.Optimizer`. For a matrix or larger the gradient, weight
 decay included, is scaled by trust * |w| / (|g| + weight_decay * |w|); biases and the like (one dimension or none)

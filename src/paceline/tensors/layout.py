@@ -1,8 +1,8 @@
 """How a model's parameters lie in one flat vector, and how that vector is cut into shards.
 
-The cut is FluentPS's elastic parameter slicing (001, III.A): slices of equal length to within one cache line,
-whatever the sizes of the layers. A slice therefore begins and ends anywhere within a tensor; a `Piece` is a
-part of one tensor that lies in one slice, small enough to stay in a cache while several operations go over it.
+The cut is FluentPS's elastic parameter slicing (Yao et al. 2019, III.A): slices of equal length to within one cache
+line, whatever the sizes of the layers. A slice therefore begins and ends anywhere within a tensor; a `Piece` is a part
+of one tensor that lies in one slice, small enough to stay in a cache while several operations go over it.
 
 Where an optimizer must see whole tensors, or staleness is to be known layer by layer, slices end on the borders of
 tensors or layers instead, and the largest is as small as that allows.
@@ -30,8 +30,9 @@ CACHE_LINE_BYTES = 64
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 EPS, KEY_RANGE = "eps", "key-range"
 SLICINGS = (EPS, KEY_RANGE)
+BORDERS = ("anywhere", "tensors", "layers")
 Part = slice | Sequence[tuple[int, int]]
-"""What one server holds of the vector: a slice, or several ranges (`tensors/assignment.py`)."""
+"""The part of the vector that one server holds: a slice, or several ranges (`tensors/assignment.py`)."""
 
 
 class Entry(Struct, frozen=True, array_like=True):
@@ -67,7 +68,7 @@ class Layout(Struct, frozen=True, array_like=True):
     borders: str = "anywhere"
     """"anywhere", on the borders of "tensors", or of "layers": tensors whose names differ after the last dot only."""
     slicing: str = EPS
-    """"eps": as equal as the borders allow; "key-range": as many tensors for each server, whatever they weigh."""
+    """"eps": as equal as the borders allow; "key-range": as many tensors for each server, whatever their sizes."""
 
     @property
     def numel(self) -> int:
@@ -82,15 +83,15 @@ class Layout(Struct, frozen=True, array_like=True):
         return self.torch_dtype.itemsize
 
     def digest(self) -> str:
-        """A short name for this layout, the same in every process that has the same one."""
+        """Returns a short name of this layout, the same in every process that has the same one."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def empty(self) -> Tensor:
-        """A vector that holds all tensors, not filled in."""
+        """Returns a vector that can hold all tensors, not filled in."""
         return torch.empty(self.numel, dtype=self.torch_dtype)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors of the model as views of `flat`."""
+        """Returns the tensors of the model as views of `flat`."""
         views, start = [], 0
         for entry in self.entries:
             views.append(flat[start : start + entry.numel].view(entry.shape))
@@ -101,7 +102,8 @@ class Layout(Struct, frozen=True, array_like=True):
         return dict(zip((entry.name for entry in self.entries), self.views(flat), strict=True))
 
     def slices(self, shards: int) -> list[slice]:
-        """Cut into `shards` parts: equal to within one cache line, as equal as the borders allow, or by key ranges."""
+        """Cuts the vector into `shards` parts: equal to within a cache line, as equal as the borders allow, or by key
+        ranges."""
         if self.slicing == KEY_RANGE:
             return self._slices_by_key_range(shards)
         if self.borders != "anywhere":
@@ -112,7 +114,7 @@ class Layout(Struct, frozen=True, array_like=True):
         return [slice(start, stop) for start, stop in pairwise(cuts)]
 
     def units(self) -> list[tuple[str, int]]:
-        """What slices may not cut through: (name, number of elements) of tensors or of layers."""
+        """Returns what slices must not cut through: (name, number of elements) of tensors or of layers."""
         if self.borders == "tensors":
             return [(entry.name, entry.numel) for entry in self.entries]
         layers = groupby(self.entries, key=lambda entry: entry.name.rpartition(".")[0])
@@ -144,7 +146,7 @@ class Layout(Struct, frozen=True, array_like=True):
         return tuple((part.stop - part.start) * self.itemsize for part in self.slices(shards))
 
     def pieces(self, part: Part, longest: int) -> list[Piece]:
-        """The parts of tensors that lie in the slice `part`, in order, none longer than `longest`."""
+        """Returns the parts of tensors that lie in the slice `part`, in order, none longer than `longest`."""
         if self.borders != "anywhere":
             longest = max(1, self.numel)
         starts = list(accumulate((entry.numel for entry in self.entries), initial=0))
@@ -160,12 +162,12 @@ class Layout(Struct, frozen=True, array_like=True):
 
 
 def ranges_of(part: Part) -> Sequence[tuple[int, int]]:
-    """A part as ranges."""
+    """Returns a part as ranges."""
     return [(part.start, part.stop)] if isinstance(part, slice) else part
 
 
 def imbalance(slice_bytes: Sequence[int]) -> float:
-    """How many times the mean the largest slice is: 1 when all are equal. The largest sets the pace."""
+    """Returns how many times the mean the largest slice is: 1 when all are equal. The largest sets the pace."""
     total = sum(slice_bytes)
     return max(slice_bytes) * len(slice_bytes) / total if total else 1.0
 
@@ -177,7 +179,7 @@ def check_slicing(slicing: str) -> str:
 
 
 def layout_of(named: Iterable[tuple[str, Tensor, int]], borders: str = "anywhere", slicing: str = EPS) -> Layout:
-    """The layout of (name, tensor, group) triples. All tensors must have one dtype, float32 or float64."""
+    """Makes the layout of (name, tensor, group) triples. All tensors must have one dtype, float32 or float64."""
     triples = list(named)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor, _ in triples}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
@@ -187,7 +189,7 @@ def layout_of(named: Iterable[tuple[str, Tensor, int]], borders: str = "anywhere
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where to cut a row of `sizes` into so many parts, none empty, so that the largest is smallest.
+    """Cuts a row of `sizes` into so many parts, none empty, so that the largest is smallest.
 
     Returns parts + 1 indices, 0 and len(sizes) included.
     """
@@ -202,7 +204,7 @@ def balanced(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], parts: int, most: int) -> list[int]:
-    """Cuts such that each part but the last is filled up to `most`, leaving at least one element for each part."""
+    """Cuts so that each part but the last is filled up to `most`, leaving at least one element for each part."""
     cuts, total = [0], 0
     for index, size in enumerate(sizes):
         to_come = parts - len(cuts)
@@ -214,13 +216,13 @@ def _fill(sizes: Sequence[int], parts: int, most: int) -> list[int]:
 
 
 def flatten(tensors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Copy `tensors` into the views `out` (see `Layout.views`)."""
+    """Copies `tensors` into the views `out` (see `Layout.views`)."""
     torch._foreach_copy_(list(out), [tensor.detach() for tensor in tensors])
 
 
 @torch.no_grad()
 def put(tensor: Tensor, values: Tensor) -> None:
-    """`copy_`, also where several elements are one place in memory, as `expand` makes them: torch refuses that."""
+    """Copies like `copy_`, also into a tensor whose elements share memory, as after `expand`, which torch refuses."""
     shared = tensor.layout is torch.strided and any(
         stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
     )

@@ -1,8 +1,9 @@
 """The optimizer lives on the server. It is built from a name and numbers, never from a pickle.
 
-`OptimizerSpec` describes a `torch.optim` optimizer: its class by name, from an allow-list (`kinds.py`), the
-hyper-parameters of each group, and what the servers do besides (`Extras`). Slices are stepped with it (`slices.py`).
-Elementwise optimizers take slices that begin and end anywhere within a tensor; the others take whole tensors.
+`OptimizerSpec` describes a `torch.optim` optimizer: its class by name, from an allow-list (`optimizer_catalogue.py`),
+the hyper-parameters of each group, and what the servers do besides (`Extras`). Slices are stepped with it
+(`shard_optimizer.py`). Elementwise optimizers take slices that begin and end anywhere within a tensor; the others take
+whole tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from torch import Tensor
 
 from paceline.core import spec
 from paceline.errors import ConfigError
-from paceline.tensors import kinds, schedules
-from paceline.tensors.kinds import KINDS
+from paceline.tensors import fused_optimizers, optimizer_catalogue, schedules
+from paceline.tensors.fused_optimizers import FusedPieceOptimizer
 from paceline.tensors.layout import Layout, layout_of
-from paceline.tensors.steppers import (
+from paceline.tensors.optimizer_catalogue import CATALOGUE
+from paceline.tensors.piece_optimizers import (
     Hyper,
-    Pace,
-    SGDStepper,
-    Stepper,
-    TorchStepper,
+    MovingAverage,
+    PieceOptimizer,
+    StepSchedule,
+    TorchPieceOptimizer,
     Value,
+    constructor_arguments,
 )
 
 HOW_NOT_WHAT = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
@@ -38,11 +41,13 @@ class Extras(Struct, frozen=True, omit_defaults=True):
 
     clip: float | None = None
     """Each worker scales its gradient down to this norm, before it is sliced."""
+    clip_mean: float | None = None
+    """The servers scale the mean gradient of an iteration down to this norm, taken over all shards."""
     ema: float | None = None
     """The servers keep a moving average of the parameters with this decay; it is saved beside the model."""
     stretch: bool = False
-    """A step of weight w (1/N, when one gradient of N is applied on arrival) decays betas, momentum and the moving
-    average by their power w, so that they reach as far back, in samples, as under BSP."""
+    """A step of weight w (1/N, when one gradient of N is applied on arrival) takes betas, momentum and the moving
+    average to the power w, so that they reach as far back, in samples, as under BSP."""
     schedule: str | None = None
     """A learning-rate schedule that counts samples, as text."""
     batch: int = 0
@@ -51,6 +56,7 @@ class Extras(Struct, frozen=True, omit_defaults=True):
     def check(self) -> None:
         for name, value, low, high, words in (
             ("clip", self.clip, 0.0, math.inf, "more than 0"),
+            ("clip_mean", self.clip_mean, 0.0, math.inf, "more than 0"),
             ("ema", self.ema, 0.0, 1.0, "more than 0 and less than 1"),
             ("batch", self.batch, -1, math.inf, "0 or more"),
         ):
@@ -59,12 +65,13 @@ class Extras(Struct, frozen=True, omit_defaults=True):
         if self.schedule is not None:
             schedules.parse(self.schedule)
 
-    def pace(self) -> Pace:
+    def step_schedule(self) -> StepSchedule:
         schedule = schedules.parse(self.schedule) if self.schedule is not None else None
-        return Pace(schedule, self.batch, self.stretch)
+        return StepSchedule(schedule, self.batch, self.stretch)
 
 
 EXTRAS = Extras.__struct_fields__
+SCALE = "the policy has it, as asp:scale=none"
 
 
 class OptimizerSpec(Struct, frozen=True):
@@ -77,44 +84,72 @@ class OptimizerSpec(Struct, frozen=True):
     @property
     def borders(self) -> str:
         """Where slices may begin and end, for `Layout.borders`."""
-        return "tensors" if KINDS[self.name].whole else "anywhere"
+        return "tensors" if CATALOGUE[self.name].whole else "anywhere"
 
     def build(self, tensors: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
-        """The optimizer over `tensors`, one sequence for each group."""
+        """Makes the optimizer over `tensors`, one sequence for each group."""
         groups = [{"params": list(group), **hyper} for group, hyper in zip(tensors, self.groups, strict=True)]
-        return KINDS[self.name].cls(groups)  # type: ignore[call-arg]
+        make: Any = CATALOGUE[self.name].cls
+        return make(groups, **constructor_arguments(self.groups[0]))  # type: ignore[no-any-return]
 
-    def stepper(self, values: Tensor, group: int, pace: Pace, shape: tuple[int, ...]) -> Stepper:
-        """What steps a piece that lies in a tensor of that shape and that group."""
+    def piece_optimizer(
+        self,
+        values: Tensor,
+        group: int,
+        step_schedule: StepSchedule,
+        average: MovingAverage | None,
+        shape: Sequence[int],
+    ) -> PieceOptimizer:
+        """Makes what steps a piece that lies in a tensor of that shape and that group."""
         hyper = dict(self.groups[group])
-        if self.name == "sgd":
-            return SGDStepper(values, hyper, pace)
-        return TorchStepper(values, self.name, hyper, pace, shape if KINDS[self.name].whole else None)
+        if fused_optimizers.can_step(self.name, values):
+            return FusedPieceOptimizer(values, self.name, hyper, step_schedule, average)
+        whole = tuple(shape) if CATALOGUE[self.name].whole else None
+        return TorchPieceOptimizer(values, self.name, hyper, step_schedule, average, whole)
 
     def check(self, layout: Layout) -> None:
-        """Refuse, in one line, a model that this kind cannot train, or extras that do not fit it."""
+        """Refuses, in one line, a model that this kind cannot train, or extras that do not fit it."""
         self.extras.check()
-        kind = KINDS[self.name]
+        kind = CATALOGUE[self.name]
         odd = next((entry for entry in layout.entries if len(entry.shape) != 2), None)
         if kind.matrices and odd is not None:
             raise ConfigError(f"{self.name} steps matrices only, and {odd.name} has the shape {list(odd.shape)}")
         if not self.extras.stretch:
             return
         if not kind.stretched:
-            able = ", ".join(name for name, each in KINDS.items() if each.stretched)
+            able = ", ".join(name for name, each in CATALOGUE.items() if each.stretched)
             raise ConfigError(f"{self.name} has no decay that stretch=true could change (can: {able})")
         if self.name == "rmsprop" and any(group.get("momentum") for group in self.groups):
             raise ConfigError("rmsprop with momentum cannot have stretch=true: its momentum has no share to scale")
 
 
 def describe(optimizer: torch.optim.Optimizer, extras: Extras | None = None) -> OptimizerSpec:
-    """The spec of a user's optimizer, or a clear refusal."""
-    name = kinds.name_of(optimizer)
+    """Returns the spec of a user's optimizer, or refuses it in one line."""
+    name = optimizer_catalogue.name_of(optimizer)
     return OptimizerSpec(name, tuple(hyper_of(group) for group in optimizer.param_groups), extras or Extras())
 
 
+def check_hyper(groups: Sequence[Hyper], said: Sequence[Hyper]) -> None:
+    """Refuses hyper-parameters from another host that are not of the optimizer's groups, or of another kind."""
+    if len(said) != len(groups):
+        raise ConfigError(f"these are hyper-parameters of {len(said)} groups, there are {len(groups)}")
+    for ours, theirs in zip(groups, said, strict=True):
+        for name in ours.keys() & theirs.keys():
+            if not _same_kind(ours[name], theirs[name]):
+                raise ConfigError(f"{name} was {ours[name]!r} and cannot become {theirs[name]!r}")
+
+
+def _same_kind(ours: Value, theirs: Value) -> bool:
+    if isinstance(ours, bool | str) or isinstance(theirs, bool | str):
+        return type(ours) is type(theirs) and (not isinstance(ours, str) or ours == theirs)
+    if isinstance(ours, tuple) or isinstance(theirs, tuple):
+        both = isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs)
+        return both and all(map(_same_kind, ours, theirs))  # type: ignore[arg-type]
+    return (theirs is None and ours is None) or (isinstance(theirs, float | int) and math.isfinite(theirs))
+
+
 def hyper_of(group: Mapping[str, Any]) -> Hyper:
-    """The hyper-parameters of one group, as plain numbers."""
+    """Returns the hyper-parameters of one group, as plain numbers."""
     hyper: Hyper = {}
     for key, value in group.items():
         if key in HOW_NOT_WHAT or key == "initial_lr":
@@ -129,15 +164,17 @@ def hyper_of(group: Mapping[str, Any]) -> Hyper:
 
 
 def parse(text: str) -> OptimizerSpec:
-    """'sgd:lr=0.1,momentum=0.9' -> a spec with one group holding every hyper-parameter, defaults included.
+    """Reads 'sgd:lr=0.1,momentum=0.9' as a spec with one group holding every hyper-parameter, defaults included.
 
     The keys of `Extras` may stand among the hyper-parameters: 'adam:lr=0.001,clip=1,schedule=cosine(samples=60000)'.
     """
     if not isinstance(text, str):
         raise ConfigError(f"an optimizer is a text like 'sgd:lr=0.1', got {text!r}")
     name, arguments = spec.split(text)
-    kind = kinds.named(name)
+    kind = optimizer_catalogue.named(name)
     extras = read_extras({key: arguments.pop(key) for key in EXTRAS if key in arguments}, name)
+    if "scale" in arguments:
+        raise ConfigError(f"{name} has no parameter 'scale' ({SCALE})")
     hyper = {key: _read(value, f"{name}:{key}") for key, value in arguments.items()}
     try:
         # As defaults, not as a group: torch checks only those.
@@ -149,7 +186,7 @@ def parse(text: str) -> OptimizerSpec:
         reason = str(error).removeprefix(f"{kind.cls.__name__}.__init__() ")
         raise ConfigError(f"optimizer {text!r}: {reason}") from None
     try:
-        take_a_step(described)
+        try_step(described)
     except ConfigError:
         raise
     except Exception as error:
@@ -158,23 +195,24 @@ def parse(text: str) -> OptimizerSpec:
     return described
 
 
-def take_a_step(described: OptimizerSpec) -> None:
-    """One step on a small matrix, as a server would: torch checks some numbers only when they are used."""
+def try_step(described: OptimizerSpec) -> None:
+    """Takes one step on a small matrix, as a server would: torch checks some numbers only when they are used."""
     matrix = torch.ones(2, 2)
     layout = layout_of([("matrix", matrix, 0)], described.borders)
     described.check(layout)
-    pace = described.extras.pace()
-    pace.advance(1)
-    stepper = described.stepper(matrix.flatten(), 0, pace, matrix.shape)
-    stepper.step(torch.ones(matrix.numel()), 0.5)
+    step_schedule = described.extras.step_schedule()
+    step_schedule.advance(1)
+    stepper = described.piece_optimizer(matrix.flatten(), 0, step_schedule, None, matrix.shape)
+    stepper.step([torch.ones(matrix.numel())], (), 0.5, 1.0, torch.empty(matrix.numel()))
 
 
 def read_extras(arguments: Mapping[str, str], label: str) -> Extras:
-    """Extras from texts, checked."""
+    """Reads extras from texts, and checks them."""
     values: dict[str, Any] = {}
     for key, text in arguments.items():
         if key not in EXTRAS:
-            raise ConfigError(f"{label} has no option {key!r} (it has: {', '.join(EXTRAS)})")
+            known = SCALE if key == "scale" else f"it has: {', '.join(EXTRAS)}"
+            raise ConfigError(f"{label} has no option {key!r} ({known})")
         value = text if key == "schedule" else _read(text, f"{label}:{key}")
         wanted: Any = {"schedule": str, "stretch": bool, "batch": int}.get(key, int | float)
         if not isinstance(value, wanted) or (isinstance(value, bool) and key != "stretch"):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that count samples, not steps (004, A.3).
+"""Learning-rate schedules that count samples, not steps (Chen et al. 2016, A.3).
 
 A step is one of N under BSP and N of N under ASP, so what a schedule in steps does depends on the policy; samples
 mean the same in all. Each server counts those its steps have used (a dropped gradient's do not count) and
@@ -18,26 +18,26 @@ from paceline.core.spec import Spec, parameter
 
 @dataclass(frozen=True)
 class Schedule(Spec):
-    """The learning rate as it is given; with `warmup`, rising from 0 over so many samples first."""
+    """The learning rate as it is given; with `warmup` it first rises from 0 over so many samples."""
 
     name: ClassVar[str] = "constant"
     kind: ClassVar[str] = "schedule"
     warmup: int = parameter(0, low=0, doc="samples over which the learning rate first rises from 0")
 
     def factor(self, samples: int) -> float:
-        """What the learning rate is multiplied by when so many samples have been used."""
+        """Returns what the learning rate is multiplied by when so many samples have been used."""
         if samples < self.warmup:
             return samples / self.warmup
         return self.after(samples - self.warmup)
 
     def after(self, samples: int) -> float:
-        """The factor, so many samples after the warm-up."""
+        """Returns the factor so many samples after the warm-up."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class Staircase(Schedule):
-    """Multiplied by `gamma` at once, every so many samples: a staircase (004 A.3: 0.94 every two epochs)."""
+    """The rate is multiplied by `gamma` after every `every` samples (Chen et al. 2016, A.3: 0.94 every two epochs)."""
 
     name: ClassVar[str] = "staircase"
     every: int = parameter(50_000, low=1, doc="samples from one stair to the next")
@@ -49,7 +49,7 @@ class Staircase(Schedule):
 
 @dataclass(frozen=True)
 class Exponential(Schedule):
-    """Multiplied by `gamma` smoothly over every so many samples."""
+    """The rate is multiplied by `gamma` smoothly over every `every` samples."""
 
     name: ClassVar[str] = "exponential"
     every: int = parameter(50_000, low=1, doc="samples over which it is multiplied once")
@@ -61,7 +61,7 @@ class Exponential(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Down to `last` along half a cosine, over so many samples; then it stays there."""
+    """The rate falls to `last` along half a cosine, over so many samples; then it stays there."""
 
     name: ClassVar[str] = "cosine"
     samples: int = parameter(60_000, low=1, doc="samples the way down takes")
@@ -74,7 +74,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """Down to `last` along a straight line, over so many samples; then it stays there."""
+    """The rate falls to `last` along a straight line, over so many samples; then it stays there."""
 
     name: ClassVar[str] = "linear"
     samples: int = parameter(60_000, low=1, doc="samples the way down takes")

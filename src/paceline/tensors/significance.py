@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 SMALLEST = 1e-30
-"""Parameters that are all zero make any gradient significant."""
+"""The norm of the parameters is at least this: if all are zero, any gradient is significant."""
 
 
 def significance(gradient: Sequence[Tensor], parameters: Tensor) -> float:
-    """Of a gradient in pieces, beside the parameters it is for."""
+    """Returns the significance of a gradient, in pieces, beside the parameters it is for."""
     length = math.sqrt(sum(float(piece.norm()) ** 2 for piece in gradient))
     return length / max(float(parameters.norm()), SMALLEST)

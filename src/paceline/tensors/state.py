@@ -17,15 +17,15 @@ from torch import Tensor
 
 from paceline.tensors.assignment import Assignment, Ranges, initial, locate, overlap, size, tidy
 from paceline.tensors.layout import Layout, Part, ranges_of
-from paceline.tensors.slices import AVERAGE, PIECE, SAMPLES, THERE
-from paceline.tensors.steppers import SCALARS, State, padded, unpadded
+from paceline.tensors.piece_optimizers import SCALARS, State, padded, unpadded
+from paceline.tensors.shard_optimizer import AVERAGE, PIECE, SAMPLES, THERE
 
 COUNTED = (*SCALARS, THERE)
-"""What a shard has one number of for each piece, the whole one for each tensor."""
+"""What is one number for each piece on a shard, and one for each tensor in the whole state."""
 
 
 def from_torch(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], layout: Layout) -> State:
-    """The whole state of a torch optimizer over `tensors`, which lie as `layout` says."""
+    """Returns the whole state of a torch optimizer over `tensors`, which lie as `layout` says."""
     states = [optimizer.state.get(tensor, {}) for tensor in tensors]
     whole: State = {THERE: torch.tensor([float(bool(each)) for each in states])}
     for name in dict.fromkeys(name for each in states for name, value in each.items() if value is not None):
@@ -40,7 +40,7 @@ def from_torch(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], layo
 
 
 def to_torch(whole: State, layout: Layout) -> list[dict[str, Tensor]]:
-    """The state of each tensor, as a torch optimizer holds it; empty where there is none."""
+    """Returns the state of each tensor, as a torch optimizer holds it; empty where there is none."""
     besides = (*SCALARS, THERE, AVERAGE, SAMPLES)
     views = {name: layout.views(value) for name, value in whole.items() if name not in besides}
     states: list[dict[str, Tensor]] = []
@@ -55,7 +55,8 @@ def to_torch(whole: State, layout: Layout) -> list[dict[str, Tensor]]:
 
 
 def by_tensor(mine: State, layout: Layout, part: Part) -> State:
-    """A shard's state with scalars by tensor instead of by piece: the form in which parts are moved and joined."""
+    """Returns a shard's state with scalars by tensor instead of by piece: the form in which parts are moved and
+    joined."""
     owners = torch.tensor([piece.entry for piece in layout.pieces(part, PIECE)], dtype=torch.int64)
     return {
         name: torch.zeros(len(layout.entries)).scatter_reduce_(0, owners, value, "amax") if name in COUNTED else value
@@ -64,13 +65,13 @@ def by_tensor(mine: State, layout: Layout, part: Part) -> State:
 
 
 def by_piece(moved: State, layout: Layout, part: Part) -> State:
-    """A shard's state as its optimizer takes it, from one with scalars by tensor."""
+    """Returns a shard's state as its optimizer takes it, from one with scalars by tensor."""
     owners = torch.tensor([piece.entry for piece in layout.pieces(part, PIECE)], dtype=torch.int64)
     return {name: value[owners] if name in COUNTED else value for name, value in moved.items()}
 
 
 def gather(parts: Sequence[tuple[Ranges, State]], layout: Layout, to: Ranges) -> State:
-    """What is known of the ranges `to`, from parts of the vector and their states, scalars by tensor."""
+    """Returns the state of the ranges `to`, from parts of the vector and their states, with scalars by tensor."""
     held: State = {}
     for ranges, state in parts:
         common = overlap(ranges, to)
@@ -88,13 +89,13 @@ def gather(parts: Sequence[tuple[Ranges, State]], layout: Layout, to: Ranges) ->
 
 
 def cut(whole: State, layout: Layout, part: Part) -> State:
-    """A shard's part of the whole."""
+    """Returns a shard's part of the whole state."""
     to = tidy(ranges_of(part))
     return by_piece(gather([(((0, layout.numel),), whole)], layout, to), layout, to)
 
 
 def join(parts: Sequence[State], layout: Layout, assignment: Assignment | None = None) -> State:
-    """The whole, from all shards' parts in order."""
+    """Returns the whole state, from all shards' parts in order."""
     assignment = assignment or initial(layout, len(parts))
     named = [(ranges, by_tensor(part, layout, ranges)) for ranges, part in zip(assignment, parts, strict=True)]
     return gather(named, layout, ((0, layout.numel),))

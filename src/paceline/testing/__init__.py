@@ -34,6 +34,8 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *mean* (not `on_arrival`): one `Apply` is of one iteration, finished by this very event, and all its
   gradients were computed on exactly the version it changes: staleness 0. (The first mean after a change of
   policy is of gradients computed under the one before, and those it made late come in between);
+- *weight*: a step on arrival is taken with 1/N, N being the live members and those that have finished (a worker that
+  is lost gives its share up), or with 1 under `scale=none`; a mean with the live members' share of N;
 - *in step* (a policy that says so): at a step every live member that was ever answered has pushed what it was to
   compute, so nobody reads the parameters while they change;
 - *enough* (a policy with an `extra` b): a step is on the gradients of exactly min(N - b, expected) live members,
@@ -50,6 +52,11 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
 - *stop* (a policy whose scheduler sends plans): while some member in the last plan a shard was told is not at its
   stop, that shard answers nobody who asks for its stop or more, nor whoever is not in the plan; and it parks nobody
   else.
+
+- *norm* (with `clips_mean`, on several shards): each step on a mean is preceded by one order to measure the very same
+  gradients, when their iteration is finished, and has the norm of that iteration's means over all shards. While it is
+  not known V has not risen, and what comes for V is late; whoever joins meanwhile is not waited for in V (*bound*
+  leaves it out). *In step* is not judged then: only a single shard is read where it is stepped.
 
 Whatever a machine raises, its own `check()` included, is rule *machine*. Write a policy, then play it a
 thousand times: a condition that is wrong in one interleaving of a thousand shows within seconds.
@@ -79,9 +86,10 @@ def play(
     faults: bool = True,
     patience: int = 0,
     machine_factory: MachineFactory | None = None,
+    clips_mean: bool = False,
 ) -> Story:
-    """Play one random run to its end. Raises `PolicyBroken` if the policy broke a rule."""
+    """Plays one random run to its end. Raises `PolicyBroken` if the policy broke a rule."""
     members = Members(workers, servers)
     policy.validate(members)
-    header = Header("testing", str(policy), members, seed, (8,) * servers)
+    header = Header("testing", str(policy), members, seed, (8,) * servers, clips_mean)
     return Run(policy, header, iterations, patience, machine_factory or policy.machine).play(faults)

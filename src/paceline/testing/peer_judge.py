@@ -15,18 +15,18 @@ from paceline.core.events import (
     TokenArrived,
     UpdateArrived,
 )
+from paceline.core.formatting import name, to_text
+from paceline.core.hop_peer import HopPeer
 from paceline.core.machine import Machine
-from paceline.core.messages import Handle, Message, Token
-from paceline.core.peer import Peer
+from paceline.core.messages import Handle, Message, Process, Token
 from paceline.core.policy import PeerPolicy
 from paceline.core.topology import distances, neighbours
-from paceline.core.words import Process, in_words, name
 from paceline.testing.story import Story
 
 Links = Mapping[tuple[Process, int], deque[Message]]
 
 NOT_TO_BE_APPLIED = -1
-"""For the iteration of a gradient that was rejected."""
+"""Stands for the iteration of a gradient that was rejected."""
 
 
 class PeerJudge:
@@ -39,12 +39,12 @@ class PeerJudge:
         self.distance = distances(graph)
         self.graph = neighbours(graph, frozenset(range(peers)))
         self.steady = True
-        """Nobody comes or goes."""
+        """Whether nobody comes or goes."""
         self.iteration: defaultdict[Process, int] = defaultdict(int)
         self.arrived: dict[tuple[Process, Handle], int] = {}
         """(where, what) -> 1 while it is there, 0 when it was consumed."""
         self.held: Counter[Process] = Counter()
-        """How many are there and not consumed."""
+        """where -> how many updates are there and not consumed."""
         self.newest: dict[tuple[Process, int], int] = {}
         """(where, from whom) -> the newest update that came."""
         self.ready: dict[Process, int] = {}
@@ -78,7 +78,7 @@ class PeerJudge:
             self.held[process] += 1
 
     def judge(self, process: Process, action: Action) -> None:
-        what = f"peer {name(process)}: {in_words(action)}"
+        what = f"peer {name(process)}: {to_text(action)}"
         match action:
             case Compute(iteration):
                 rises = iteration > self.iteration[process] or process not in self.iteration or iteration == 0
@@ -106,7 +106,7 @@ class PeerJudge:
         self.held[process] -= 1
 
     def judge_average(self, process: Process, action: Reduce, what: str) -> None:
-        """Enough came, and what is used is fresh enough and of different in-neighbours."""
+        """Judges that enough came, and that what is used is fresh enough and of different in-neighbours."""
         rules = getattr(self.policy, "rules", None)
         if rules is None:
             return
@@ -135,7 +135,7 @@ class PeerJudge:
             )
 
     def judge_all(self, moved: Process, machines: Mapping[Process, Machine]) -> None:
-        """The bounds between all peers, after one has moved."""
+        """Judges the bounds between all peers, after one has moved."""
         if not self.steady:
             return
         i, at = moved[0], self.iteration[moved]
@@ -158,16 +158,16 @@ class PeerJudge:
             self.expect(held <= room, "capacity", f"peer {i} holds {held} updates, there is room for {room}")
 
     def judge_end(self, process: Process, machine: Machine) -> None:
-        """What came and was never consumed is what the machine still holds."""
+        """Judges that what came and was never consumed is what the machine still holds."""
         left = self.held[process]
-        if isinstance(machine, Peer):
-            early = [event for events in machine.edges.early.values() for event in events]
+        if isinstance(machine, HopPeer):
+            early = [event for events in machine.links.deferred.values() for event in events]
             left -= len(machine.queue) + len(machine.seeds) + sum(isinstance(e, UpdateArrived) for e in early)
         self.expect(left == 0, "handles", f"peer {name(process)} has forgotten {left} of what came")
 
     def judge_tokens(self, holder: int, giver: int, machine: Machine, max_gap: int) -> None:
-        assert isinstance(machine, Peer)
-        if not machine.edges.view.number:
+        assert isinstance(machine, HopPeer)
+        if not machine.links.view.number:
             return
         sent = [message.iteration for message in self.links[(giver, 0), holder] if isinstance(message, Token)]
         in_hand = machine.tokens(giver)

@@ -10,7 +10,8 @@ start stays. A peer that is to compute iteration `iterations` is done; it still 
 What is judged, from what was delivered, never from the machines' fields (tokens in hand apart):
 
 - *hang*: when nothing is in flight any more, every live peer has reached the last iteration;
-- *bound* (without faults): nobody is further ahead of anybody than the policy's `most_ahead` (003, Table 1);
+- *bound* (without faults): nobody is further ahead of anybody than the policy's `most_ahead` (Luo et al. 2019,
+  Table 1);
 - *tokens* (without faults): in hand + in flight = iter(j) - iter(i) + max_gap on each edge i -> j, after every event,
   and no more in hand than max_gap * (d(j -> i) + 1);
 - *capacity* (without faults): updates held at most (1 + max_gap) * in-neighbours;
@@ -25,73 +26,42 @@ Whatever a machine raises is rule *machine*.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable
-from heapq import heappop, heappush
-from itertools import count
-from random import Random
-from typing import Any
 
 from paceline.core.actions import Action, Compute, Send
-from paceline.core.events import (
-    AckArrived,
-    Event,
-    GradientReady,
-    GradientRejected,
-    HelloArrived,
-    OfferArrived,
-    ReplyArrived,
-    TokenArrived,
-    UpdateArrived,
-    ViewChanged,
-)
+from paceline.core.events import Event, GradientReady, GradientRejected, ViewChanged, arrival_of
+from paceline.core.formatting import name
 from paceline.core.machine import Machine
-from paceline.core.messages import Ack, Hello, Members, Message, Node, Offer, Reply, Token, Update, View
+from paceline.core.messages import Members, Node, Process, View
 from paceline.core.policy import PeerPolicy
-from paceline.core.trace import Header, Record
-from paceline.core.words import Process, name
+from paceline.core.trace import Header
+from paceline.testing.fake_wire import FakeWire
 from paceline.testing.peer_judge import PeerJudge
-from paceline.testing.story import PolicyBroken, Story
+from paceline.testing.story import Story
 
+Link = tuple[Process, int]
+"""A link leads from a sender to the rank of a receiver."""
 PeerFactory = Callable[[int, Members, int], Machine]
 """Makes the machine of a rank; a substitute breaks a rule on purpose."""
 
-ARRIVALS: dict[type, Callable[[float, Any], Event]] = {
-    Update: UpdateArrived,
-    Token: TokenArrived,
-    Ack: AckArrived,
-    Hello: HelloArrived,
-    Offer: OfferArrived,
-    Reply: ReplyArrived,
-}
 
-
-class PeerRun:
+class PeerRun(FakeWire[Link]):
     """One random run. `frozen` peers never finish a computation, so that one sees how far the others get."""
 
     def __init__(
         self, policy: PeerPolicy, header: Header, iterations: int, make: PeerFactory, frozen: frozenset[int]
     ) -> None:
-        self.story = Story(header)
+        super().__init__(header)
         self.policy = policy
         self.peers = header.members.workers
         self.iterations = iterations
         self.make = make
         self.frozen = frozen
-        self.random = Random(header.seed)
-        self.now = 0.0
-        self.order = count()
-        self.flight: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.links: defaultdict[tuple[Process, int], deque[Message]] = defaultdict(deque)
-        """(sender, receiver) -> what is on its way."""
-        self.slowness = self.random.choice((0.1, 0.5, 2.0))
-        self.pace: defaultdict[Any, float] = defaultdict(lambda: self.random.choice((0.3, 1.0, 1.0, 8.0)))
         self.machines: dict[Process, Machine] = {}
-        self.lives: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
         self.view = View(0, ())
         self.veterans: set[Process] = set()
         self.judge = PeerJudge(policy, self.story, self.links)
-        self.faults = False
 
     def play(self, faults: bool) -> Story:
         self.faults = faults
@@ -103,15 +73,7 @@ class PeerRun:
         if faults:
             for trouble in [self.kill] * self.random.randint(1, 4) + [self.revive] * self.random.randint(0, 4):
                 troubles.append((self.random.randrange(usual // 2), trouble))
-        for done in count():
-            for when, trouble in troubles:
-                if when == done:
-                    trouble()
-            if not self.flight or done > 200 * usual:
-                break
-            self.now, _, deliver, what = heappop(self.flight)
-            deliver(*what)
-        self.story.expect(not self.flight, "hang", "the run does not come to an end")
+        self.run(troubles, 200 * usual)
         at = {process: self.judge.iteration[process] for process in self.machines if process[0] not in self.frozen}
         stuck = {name(process): k for process, k in at.items() if k < self.iterations}
         if not self.frozen:
@@ -120,32 +82,17 @@ class PeerRun:
             self.judge.judge_end(process, machine)
         return self.story
 
-    def later(self, delay: float, deliver: Callable[..., None], *what: Any) -> None:
-        heappush(self.flight, (self.now + delay, next(self.order), deliver, what))
-
-    def delay(self, what: object) -> float:
-        return self.random.expovariate(1 / self.slowness) * self.pace[what]
-
-    def deliver(self, link: tuple[Process, int]) -> None:
-        """The oldest message of a link arrives, unless it was cut off. The dead hear nothing."""
-        if not self.links[link]:
-            return
-        message = self.links[link].popleft()
-        to = (link[1], self.lives[link[1]])
-        self.step(to, ARRIVALS[type(message)](self.now, message))
+    def deliver(self, link: Link) -> None:
+        """Delivers the oldest message of a link, unless it was cut off. Dead peers receive nothing."""
+        if self.links[link]:
+            message = self.links[link].popleft()
+            self.step((link[1], self.incarnations[link[1]]), arrival_of(message, self.now))
 
     def step(self, process: Process, event: Event) -> None:
         machine = self.machines.get(process)
         if machine is None:
             return
-        node = Node("peer", process[0])
-        self.story.counts["deliveries"] += 1
-        try:
-            actions = machine.handle(event)
-        except Exception as error:
-            self.story.trace.records.append(Record(node, process[1], event, ()))
-            raise PolicyBroken("machine", f"{node}: {type(error).__name__}: {error}", self.story) from error
-        self.story.trace.records.append(Record(node, process[1], event, tuple(actions)))
+        actions = self.tell(machine, Node("peer", process[0]), process[1], event)
         self.judge.note(process, event)
         for action in actions:
             self.story.counts[type(action).__name__] += 1
@@ -156,9 +103,7 @@ class PeerRun:
     def carry_out(self, process: Process, action: Action) -> None:
         match action:
             case Send(to, message):
-                link = (process, to.rank)
-                self.links[link].append(message)
-                self.later(self.delay(link), self.deliver, link)
+                self.send((process, to.rank), message)
             case Compute(iteration, attempt):
                 if iteration < self.iterations and process[0] not in self.frozen:
                     duration = self.pace[process] * self.random.uniform(0.5, 1.5)
@@ -171,17 +116,22 @@ class PeerRun:
 
     def join(self, *ranks: int) -> None:
         for rank in ranks:
-            self.lives[rank] = self.lives.get(rank, -1) + 1
+            self.incarnations[rank] = self.incarnations.get(rank, -1) + 1
             machine = self.make(rank, self.story.trace.header.members, self.story.trace.header.seed)
             machine.checks = True
-            self.machines[rank, self.lives[rank]] = machine
+            self.machines[rank, self.incarnations[rank]] = machine
         self.announce()
 
     def announce(self) -> None:
         self.view = View(self.view.number + 1, tuple(sorted(self.machines)))
         for process in self.machines:
             first = self.view.number == 1
-            self.later(0.0 if first else self.delay("views"), self.step, process, ViewChanged(self.now, self.view))
+            self.later(
+                0.0 if first else self.delay() * self.pace["views"],
+                self.step,
+                process,
+                ViewChanged(self.now, self.view),
+            )
 
     def kill(self) -> None:
         victims = sorted(self.machines)
@@ -190,17 +140,16 @@ class PeerRun:
             return
         self.story.counts["kills"] += 1
         del self.machines[victim]
-        for (sender, _), sent in self.links.items():
-            if sender == victim:
-                for _ in range(self.random.randint(0, len(sent))):
-                    sent.pop()
+        for link in self.links:
+            if link[0] == victim:
+                self.cut(link)
         if self.random.random() < 0.5:
-            self.later(self.delay("detecting"), self.announce)
+            self.later(self.delay() * self.pace["detecting"], self.announce)
         else:
             self.revive()
 
     def revive(self) -> None:
-        """A rank that is gone comes back, sometimes before anybody has noticed."""
+        """Starts a rank again that is gone, sometimes before anybody has noticed."""
         alive = {rank for rank, _ in self.machines}
         absent = [rank for rank in range(self.peers) if rank not in alive]
         if absent:
@@ -218,7 +167,7 @@ def play_peers(
     frozen: frozenset[int] = frozenset(),
     make: PeerFactory | None = None,
 ) -> Story:
-    """Play one random run to its end. Raises `PolicyBroken` if the policy broke a rule."""
+    """Plays one random run to its end. Raises `PolicyBroken` if the policy broke a rule."""
     return peer_run(policy, peers=peers, iterations=iterations, seed=seed, frozen=frozen, make=make).play(faults)
 
 
@@ -231,7 +180,7 @@ def peer_run(
     frozen: frozenset[int] = frozenset(),
     make: PeerFactory | None = None,
 ) -> PeerRun:
-    """The same, not yet played."""
+    """Makes a random run that is not played yet."""
     members = Members(peers, 0)
     policy.validate(members)
     header = Header("testing", str(policy), members, seed, (8,))

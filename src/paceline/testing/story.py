@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from paceline.core.formatting import to_text
 from paceline.core.trace import Header, Trace
-from paceline.core.words import in_words
 
 
 class Story:
-    """What happened. `counts`: deliveries, kills, joins, and each kind of action by name ("Apply", ...)."""
+    """What happened in a run. `counts` has deliveries, kills, joins, and each kind of action by name ("Apply", ...)."""
 
     def __init__(self, header: Header) -> None:
         self.trace = Trace(header)
@@ -22,8 +22,8 @@ class Story:
     def lines(self, last: int) -> list[str]:
         lines = []
         for record in self.trace.records[-last:]:
-            lines.append(f"{record.event.at:8.2f} {record.node}: {in_words(record.event)}")
-            lines.extend(f"{'':10}-> {in_words(action)}" for action in record.actions)
+            lines.append(f"{record.event.at:8.2f} {record.node}: {to_text(record.event)}")
+            lines.extend(f"{'':10}-> {to_text(action)}" for action in record.actions)
         return lines
 
 

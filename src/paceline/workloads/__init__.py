@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from paceline import userfile
+from paceline import user_code
 from paceline.errors import ConfigError
 from paceline.workloads.base import Workload, own
 from paceline.workloads.digits import digits_cnn, digits_mlp
@@ -25,12 +25,12 @@ CATALOGUE: dict[str, Callable[[], Workload]] = {
 
 
 def load(workload: str | Workload) -> Workload:
-    """A workload by name or from a user's file (FILE.py:NAME); a workload object is returned as it is."""
+    """Makes a workload by name or from a user's file (FILE.py:NAME); a workload object is returned as it is."""
     if isinstance(workload, Workload):
         return workload
     if not isinstance(workload, str):
         raise ConfigError(f"a workload is a text like 'digits-mlp' or a Workload, got {workload!r}")
-    if userfile.names_a_file(workload):
+    if user_code.names_a_file(workload):
         return own(workload)
     if workload not in CATALOGUE:
         near = get_close_matches(workload, CATALOGUE, n=1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from paceline import userfile
+from paceline import user_code
 from paceline.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -34,7 +34,7 @@ NEEDED = ("make_module", "loss", "train")
 class Workload:
     name: str
     make_module: Callable[[], nn.Module]
-    """A fresh model; the caller seeds torch before."""
+    """Makes a fresh model; the caller seeds torch before."""
     loss: Loss
     train: Data
     test: Data
@@ -44,35 +44,36 @@ class Workload:
     """The default optimizer, as text."""
     metrics: tuple[str, ...] = METRICS
     data: str = ""
-    """Where the data came from, when that may vary: results say so."""
+    """Where the data came from, for the results, if that may vary."""
 
     def module(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.make_module().to(dtype)
 
-    def evaluate(self, module: nn.Module) -> dict[str, float | None]:
-        """Loss and accuracy on the test set; accuracy is None where there are no classes."""
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Returns the loss on the test set, and the accuracy where there are classes."""
         dtype = next(module.parameters()).dtype
         x, y = (in_dtype(tensor, dtype) for tensor in self.test)
         training = module.training
         module.eval()
         with torch.no_grad():
             output = module(x)
-            loss = self.loss(output, y).item()
-            accuracy = (output.argmax(1) == y).float().mean().item() if "accuracy" in self.metrics else None
+            measured = {"loss": self.loss(output, y).item()}
+            if "accuracy" in self.metrics:
+                measured["accuracy"] = (output.argmax(1) == y).float().mean().item()
         module.train(training)
-        return {"loss": loss, "accuracy": accuracy}
+        return measured
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating values in the run's dtype; whole numbers are names of things and stay as they are."""
+    """Converts floating values to the run's dtype; whole numbers are labels or indices and stay as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def own(text: str) -> Workload:
-    """The workload FILE.py:NAME names."""
-    found = userfile.load(text, "workload")
+    """Makes the workload that FILE.py:NAME names."""
+    found = user_code.load(text, "workload")
     path = Path(text.rpartition(":")[0])
     try:
         made = found() if callable(found) and not isinstance(found, Workload) else found
@@ -81,12 +82,12 @@ def own(text: str) -> Workload:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(userfile.describe(error, path)) from None
+        raise ConfigError(user_code.describe(error, path)) from None
     return workload
 
 
 def assemble(parts: Any, text: str) -> Workload:
-    """A workload from an object with the parts as attributes."""
+    """Makes a workload from an object with the parts as attributes."""
     missing = [name for name in NEEDED if not hasattr(parts, name)]
     if missing:
         raise ConfigError(
@@ -103,12 +104,12 @@ def assemble(parts: Any, text: str) -> Workload:
 
 
 def are_classes(targets: Tensor) -> bool:
-    """Whether an output's largest element can be compared with them: one whole number for each sample."""
+    """Whether the targets are classes, one whole number for each sample, which an output's largest element predicts."""
     return targets.dim() == 1 and not targets.is_floating_point()
 
 
 def stacked(data: Any, label: str) -> Data:
-    """(inputs, targets) from such a pair, or from a dataset of pairs."""
+    """Returns (inputs, targets) from such a pair, or from a dataset of pairs."""
     if isinstance(data, Dataset):
         if not isinstance(data, Sized):
             raise ConfigError(f"{label}: a dataset must know its length and be read by index")
@@ -124,7 +125,7 @@ def stacked(data: Any, label: str) -> Data:
 
 
 def check(workload: Workload, text: str) -> None:
-    """Compute one loss and evaluate once, so that what is wrong is said before anything starts."""
+    """Computes one loss and evaluates once, so that errors appear before anything starts."""
     for name, data in (("train", workload.train), ("test", workload.test)):
         stacked(data, f"{text}: {name}")
     if not isinstance(workload.batch, int) or isinstance(workload.batch, bool):

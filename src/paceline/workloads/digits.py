@@ -18,11 +18,11 @@ from paceline.workloads.base import Data, Workload
 
 TEST_SAMPLES = 360
 FILE = "datasets/data/digits.csv.gz"
-"""In scikit-learn's folder."""
+"""The file in scikit-learn's folder."""
 
 
 def load_digits() -> tuple[Data, Data]:
-    """(train, test) as (images in [0, 1], labels), split by a fixed permutation."""
+    """Returns (train, test) as (images in [0, 1], labels), split by a fixed permutation."""
     x, y = torch.from_numpy(_table()).split([64, 1], dim=1)
     x, y = x.float() / 16.0, y.flatten().long()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -31,9 +31,9 @@ def load_digits() -> tuple[Data, Data]:
 
 
 def _table() -> NDArray[np.float32]:
-    """A row for each image: 64 pixels from 0 to 16, then the digit.
+    """Returns a row for each image: 64 pixels from 0 to 16, then the digit.
 
-    Straight from the package's file: importing scikit-learn takes a second, in every worker.
+    It reads the package's file: importing scikit-learn takes a second, in every worker.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:

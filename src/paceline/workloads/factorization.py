@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.base import Data, Workload
-from paceline.workloads.files import find, folders, read_bytes
+from paceline.workloads.data_files import find, folders, read_bytes
 
 RANK = 8
 TEST_SHARE = 0.1
@@ -24,7 +24,7 @@ USERS, FILMS, RATINGS, NOISE = 300, 200, 12_000, 0.3
 
 
 class Factorization(nn.Module):
-    """`mean` is the mean rating of the training set."""
+    """The product of two thin matrices. `mean` is the mean rating of the training set."""
 
     def __init__(self, users: int, films: int, mean: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def matrix_factorization() -> Workload:
 
 
 def read_ratings(path: Path) -> Data:
-    """MovieLens's lines. Users and films are numbered anew from 0, in the order of their own numbers."""
+    """Reads MovieLens's lines. Users and films are numbered anew from 0, in the order of their own numbers."""
     users, films, ratings = [], [], []
     try:
         lines = read_bytes(path).decode().splitlines()
@@ -85,7 +85,7 @@ def read_ratings(path: Path) -> Data:
 
 
 def low_rank() -> Data:
-    """Ratings of pairs drawn without repetition, from two random thin matrices and noise."""
+    """Returns ratings of pairs drawn without repetition, from two random thin matrices and noise."""
     generator = torch.Generator().manual_seed(0)
     taste, style = (torch.randn(count, RANK // 2, generator=generator) for count in (USERS, FILMS))
     kind = torch.randn(FILMS, generator=generator)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.base import Data, Workload
-from paceline.workloads.files import find, folders, read_idx
+from paceline.workloads.data_files import find, folders, read_idx
 
 FOLDER = "fashion-mnist"
 TEST_SAMPLES = 2000
-"""Of the 10 000: evaluation happens all the time, and these tell."""
+"""Of the 10 000 test images so many are used, since evaluation happens all the time."""
 ADVICE = "apt-get install dataset-fashion-mnist, or set PACELINE_DATA to the folder of its four idx files"
 
 
 def load_fashion(folder: str | Path | None = None) -> tuple[Data, Data]:
-    """(train, test) as (images of shape 1 x 28 x 28 in [0, 1], labels), from `folder` or where they usually lie."""
+    """Returns (train, test) as (images of shape 1 x 28 x 28 in [0, 1], labels), from `folder` or the usual places."""
     places = [Path(folder)] if folder is not None else folders(FOLDER)
     return _part("train", places), _part("t10k", places)
 

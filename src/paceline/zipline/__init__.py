@@ -27,7 +27,7 @@ SEARCHES: dict[str, Callable[[ArrayLike], Plan]] = {
     "exhaustive": exhaustive,
     "plan": plan,
 }
-"""By the names of the paper's tables. GridScan and FullGridScan may miss the best; all others find it."""
+"""The searches by the names of the paper's tables. GridScan and FullGridScan may miss the best; all others find it."""
 
 __all__ = [
     "SEARCHES",

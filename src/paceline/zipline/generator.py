@@ -1,4 +1,4 @@
-"""The paper's synthetic workers (002, section 6.1).
+"""The paper's synthetic workers (Zhao et al. 2021, section 6.1).
 
 Each worker has an interval, uniform in 1000 to 1500 ms, and a start, uniform in 10 to 50 ms; its j-th iteration ends
 at start + j * interval. The generator "simulates the iterations of all the workers for a short period" before the next
@@ -20,7 +20,7 @@ RUN_MS = 30_000.0
 
 
 def generate(workers: int, iterations: int, random: np.random.Generator, run_ms: float = RUN_MS) -> Times:
-    """When each worker will end each of its next iterations, in ms, after all have run for `run_ms`."""
+    """Returns when each worker will end each of its next iterations, in ms, after all have run for `run_ms`."""
     if workers < 1 or iterations < 1 or workers != int(workers) or iterations != int(iterations):
         raise ConfigError(f"a matrix of {workers} workers and {iterations} iterations: whole numbers from 1 on")
     interval = random.uniform(*INTERVAL_MS, (workers, 1))

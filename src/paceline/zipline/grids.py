@@ -1,4 +1,4 @@
-"""The paper's baselines (002, 5.1): GridScan, FullGridScan, and the search through everything.
+"""The paper's baselines (Zhao et al. 2021, 5.1): GridScan, FullGridScan, and the search through everything.
 
 GridScan (Algorithm 1) takes the worker whose first iteration ends first and, for each of its times, every other
 worker's nearest. FullGridScan does so for the times of every worker. The paper calls GridScan a heuristic and
@@ -18,25 +18,25 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.errors import ConfigError
-from paceline.policies.zipline import Plan, Times, checked
+from paceline.policies.zipline import Plan, Times, check_times
 
 MOST_CHOICES = 5_000_000
 
 
 def grid_scan(times: ArrayLike) -> Plan:
-    """Algorithm 1. A heuristic, in O(R^2 n)."""
-    ends, _ = checked(times)
+    """Searches by Algorithm 1, a heuristic, in O(R^2 n)."""
+    ends, _ = check_times(times)
     return nearest_to(ends, ends[np.argmin(ends[:, 0])])
 
 
 def full_grid_scan(times: ArrayLike) -> Plan:
-    """Algorithm 1 with every worker in turn. A better heuristic, in O(R^2 n^2)."""
-    ends, _ = checked(times)
+    """Searches by Algorithm 1 with every worker in turn, a better heuristic, in O(R^2 n^2)."""
+    ends, _ = check_times(times)
     return nearest_to(ends, np.unique(ends))
 
 
 def nearest_to(ends: Times, designated: Iterable[float]) -> Plan:
-    """The best of these choices: everybody's end nearest to one of the designated times."""
+    """Returns the best of the choices that take everybody's end nearest to one of the designated times."""
     workers = np.arange(len(ends))
     best: Plan | None = None
     for time in designated:
@@ -51,8 +51,8 @@ def nearest_to(ends: Times, designated: Iterable[float]) -> Plan:
 
 
 def exhaustive(times: ArrayLike) -> Plan:
-    """Every choice of one end of each worker: R^n of them, so for small matrices only."""
-    ends, _ = checked(times)
+    """Tries every choice of one end of each worker: R^n of them, so for small matrices only."""
+    ends, _ = check_times(times)
     workers, iterations = ends.shape
     if iterations**workers > MOST_CHOICES:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""ZipLine, ZipLineOpt and ZipLineOptBS as the paper describes them (002, 5.2 and 5.3). All three are exact.
+"""ZipLine, ZipLineOpt and ZipLineOptBS, three exact searches, as Zhao et al. 2021 (5.2 and 5.3) describe them.
 
 All ends of iterations, as triples (time, worker, index), are sorted into one line, Omega. A window Z slides over it and
 holds one triple of each worker, its latest so far. Whenever the window's oldest triple is replaced, Z is a new
@@ -25,15 +25,15 @@ from collections.abc import Callable, Iterable
 
 from numpy.typing import ArrayLike
 
-from paceline.policies.zipline import Plan, Times, checked
+from paceline.policies.zipline import Plan, Times, check_times
 
 End = tuple[float, int, int]
-"""(time, worker, index of the iteration)"""
+"""An end of an iteration: (time, worker, index of the iteration)."""
 
 
 def zipline(times: ArrayLike) -> Plan:
-    """Algorithm 2. Exact, in O(R n^2)."""
-    ends, _ = checked(times)
+    """Searches by Algorithm 2, exactly, in O(R n^2)."""
+    ends, _ = check_times(times)
     window: dict[int, End] = {}
     best: Plan | None = None
     for newest in in_order(ends):
@@ -47,8 +47,8 @@ def zipline(times: ArrayLike) -> Plan:
 
 
 def zipline_opt(times: ArrayLike) -> Plan:
-    """5.3.1: the window in the order of arrival. Exact, in O(R n) to O(R n^2)."""
-    ends, _ = checked(times)
+    """Searches with the window in the order of arrival (5.3.1), exactly, in O(R n) to O(R n^2)."""
+    ends, _ = check_times(times)
 
     def position(window: list[End], worker: int, index: int) -> int:
         return next(place for place, end in enumerate(window) if end[1] == worker)
@@ -57,8 +57,8 @@ def zipline_opt(times: ArrayLike) -> Plan:
 
 
 def zipline_opt_bs(times: ArrayLike) -> Plan:
-    """5.3.2: and a binary search in it. Exact, in O(R n log n)."""
-    ends, _ = checked(times)
+    """Searches with a binary search in that window (5.3.2), exactly, in O(R n log n)."""
+    ends, _ = check_times(times)
     matrix = ends.tolist()
 
     def position(window: list[End], worker: int, index: int) -> int:
@@ -68,7 +68,7 @@ def zipline_opt_bs(times: ArrayLike) -> Plan:
 
 
 def slide(ends: Times, position: Callable[[list[End], int, int], int]) -> Plan:
-    """Move an ordered window along; `position` finds the triple that a worker's next one replaces."""
+    """Moves an ordered window along; `position` finds the triple that a worker's next one replaces."""
     window: list[End] = []
     best: Plan | None = None
     for newest in in_order(ends):
@@ -85,12 +85,12 @@ def slide(ends: Times, position: Callable[[list[End], int, int], int]) -> Plan:
 
 
 def in_order(ends: Times) -> list[End]:
-    """Omega: by time, then by worker."""
+    """Returns Omega: all ends by time, then by worker."""
     return sorted((time, worker, index) for worker, row in enumerate(ends.tolist()) for index, time in enumerate(row))
 
 
 def better(best: Plan | None, oldest: End, newest: End, window: Iterable[End]) -> Plan:
-    """What is best so far, with this window seen."""
+    """Returns the best plan so far, with this window seen."""
     wait = newest[0] - oldest[0]
     if best is not None and wait >= best.wait:
         return best

@@ -30,20 +30,20 @@ from paceline.workloads.base import Workload, in_dtype
 
 AT_ONCE = 256
 TRACED_AT = 30
-"""How often a number of gradients must come up before it is worth tracing, which takes a tenth of a second."""
+"""A number of gradients must come up so often before it is traced, which takes a tenth of a second."""
 TRACES = 16
-"""Traces kept at most."""
+"""So many traces are kept at most."""
 Key = tuple[int, int, int]
-"""(source, incarnation, iteration): the part of a handle that all shards share."""
+"""(source, incarnation, iteration), the part of a handle that all shards share."""
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(parameters, inputs, targets), a row each -> gradients, a row each."""
+"""Maps (parameters, inputs, targets), a row each, to gradients, a row each."""
 
 
 class Batched:
-    """All gradients in one go, for a module and a loss that `vmap` understands.
+    """Computes all gradients at once, for a module and a loss that `vmap` understands.
 
-    The overhead of `vmap` is that of some hundred calls of Python. A number of rows that comes up again and again,
-    as under BSP, is therefore traced once into a plain list of tensor operations.
+    The overhead of `vmap` is that of some hundred calls of Python. A number of rows that comes up again and again, as
+    under BSP, is therefore traced once into a plain list of tensor operations.
     """
 
     def __init__(self, workload: Workload, module: nn.Module, layout: Layout) -> None:
@@ -74,7 +74,7 @@ class Batched:
 
 
 class OneByOne:
-    """One gradient after the other, as a training script would compute them."""
+    """Computes one gradient after the other, as a training script would."""
 
     def __init__(self, workload: Workload, module: nn.Module, layout: Layout) -> None:
         self.workload = workload
@@ -108,7 +108,7 @@ class Pending:
 
 
 class Gradients:
-    """Orders taken, gradients handed out. `clip` bounds the norm of each whole gradient."""
+    """Takes orders for gradients and hands them out. `clip` bounds the norm of each whole gradient."""
 
     def __init__(
         self,
@@ -133,17 +133,17 @@ class Gradients:
         self.pending[key] = Pending(parameters, samples, len(self.shards))
 
     def cancel(self, key: Key) -> None:
-        """The computation died with its worker, or was given up."""
+        """Forgets a computation that died with its worker, or was given up."""
         self.pending.pop(key, None)
 
     def take(self, handle: Handle, shard: int) -> Tensor:
-        """The slice of a gradient for one shard; the last shard to take it frees it."""
+        """Takes the slice of a gradient for one shard; the last shard to take it frees it."""
         gradient = self.look(handle, shard)
         self.discard(handle)
         return gradient
 
     def look(self, handle: Handle, shard: int) -> Tensor:
-        """The same, without taking it."""
+        """Returns the slice of a gradient for one shard, without taking it."""
         pending = self.pending[handle.source, handle.incarnation, handle.iteration]
         if pending.gradient is None:
             self._compute()
@@ -189,6 +189,6 @@ class Gradients:
 
 
 def clip_rows(gradients: Tensor, most: float) -> None:
-    """Scale each row whose norm is above `most` down to it, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scales each row whose norm is above `most` down to it, as torch.nn.utils.clip_grad_norm_ does."""
     norms = torch.linalg.vector_norm(gradients, dim=1)
     gradients.mul_((most / (norms + 1e-6)).clamp(max=1.0).unsqueeze(1))

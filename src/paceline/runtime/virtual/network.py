@@ -16,7 +16,7 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.wires: dict[tuple[str, int, int], Wire] = {}
-        """(kind, whose, to whom) -> the wire; made when first used."""
+        """(kind, whose, to whom) -> the wire, made when it is first used."""
         self.paths: dict[tuple[int, int], tuple[list[Wire], float]] = {}
         sizes = cluster.machines or ()
         self.machine_of = {
@@ -24,7 +24,7 @@ class Network:
         }
 
     def arrival(self, now: float, sender: int, receiver: int, nbytes: int) -> float:
-        """When something of `nbytes` sent now has arrived whole; the wires are busy until it has passed."""
+        """Returns when something of `nbytes` sent now has arrived whole; the wires are busy until it has passed."""
         path, latency_s = self.path(sender, receiver)
         start = max(now, *(wire.free_at for wire in path))
         slowest = max(wire.seconds_per_byte for wire in path)
@@ -38,7 +38,7 @@ class Network:
         return self.paths[sender, receiver]
 
     def lay(self, sender: int, receiver: int) -> tuple[list[Wire], float]:
-        """The wires between two peers, and how long a message travels besides."""
+        """Returns the wires between two peers, and how long a message travels besides."""
         cluster = self.cluster
         path, latency_s = [], 0.0
         for kind, peer in (("out", sender), ("in", receiver)):

@@ -1,244 +1,70 @@
-"""A virtual run from beginning to end: the machines of one policy on a simulated cluster, with real gradients."""
+"""A virtual run from beginning to end: the machines of one policy on a simulated cluster.
+
+Without a backend nothing is learned, and a run says who waits for whom and how long. With one of `training.py` it has
+real gradients.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from paceline.cluster import Cluster, Fault
-from paceline.core import messages
+from paceline.cluster import Fault
 from paceline.core.actions import Park, Wait
-from paceline.core.events import PlanArrived, ViewChanged
-from paceline.core.messages import FromScheduler, Members, Node, View
-from paceline.core.policy import Policy
+from paceline.core.events import ViewChanged, arrival_of
+from paceline.core.messages import Message, Node, Release, Resync, View
+from paceline.core.norm_reducer import REDUCER
 from paceline.core.progress import NAMED
 from paceline.core.scheduler import SCHEDULER
-from paceline.core.shard import Shard
-from paceline.core.trace import Header, Record, Trace
-from paceline.dealing import SHUFFLED, Dealer, dealer_of
 from paceline.errors import ConfigError, PacelineError
-from paceline.run import ON_SERVERS, Point, Run, Target
-from paceline.runtime.driver import Authority, Seat
+from paceline.runtime.execution import Membership
+from paceline.runtime.virtual.backend import Backend
+from paceline.runtime.virtual.coordinator import VirtualCoordinator
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
-from paceline.runtime.virtual.gradients import Gradients
+from paceline.runtime.virtual.faults import FaultInjector
 from paceline.runtime.virtual.layerwise import LayerwiseWorker
-from paceline.runtime.virtual.nodes import VirtualServer, VirtualWorker
-from paceline.runtime.virtual.scheduling import VirtualScheduler
-from paceline.tensors.layout import EPS, flatten, layout_of
-from paceline.tensors.optimizers import OptimizerSpec
-from paceline.tensors.slices import SliceOptimizer
-from paceline.workloads.base import Workload
-
-FEW = 32
-"""Up to so many workers the invariants are checked after every event; above, as often as costs the same."""
-
-Watcher = Callable[[Point], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to simulate. `iterations` bounds each worker; a `target` that is reached ends the run sooner."""
-
-    policy: Policy
-    workload: Workload
-    cluster: Cluster
-    members: Members
-    optimizer: OptimizerSpec
-    seed: int = 0
-    iterations: int | None = None
-    target: Target | None = None
-    batch: int | None = None
-    dtype: torch.dtype = torch.float32
-    by_layer: bool = False
-    """Workers read and push layer by layer; a server for each layer."""
-    slicing: str = EPS
-    """How the parameters are cut over the servers."""
-    shards: str = SHUFFLED
-    """How samples are dealt: shuffled, or sorted by label, each worker its own for good."""
+from paceline.runtime.virtual.server import VirtualServer
+from paceline.runtime.virtual.worker import VirtualWorker
+from paceline.runtime.virtual.world import SimulationPlan, World
 
 
 class Simulation:
-    def __init__(self, plan: Plan, watch: Watcher | None = None) -> None:
+    """One run. Afterwards `engine.now` is how long it took, and `engine.happened` how much happened."""
+
+    def __init__(self, plan: SimulationPlan, backend: Backend | None = None, engine: Engine | None = None) -> None:
         if plan.cluster.resizes:
             raise ConfigError("[[servers]] is for live runs: in virtual time the number of servers stays as it is")
         self.plan = plan
-        self.watch = watch
-        self.members = plan.members
-        self.cluster = plan.cluster
-        self.seed = plan.seed
-        self.iterations = plan.iterations
-        self.engine = Engine()
-        self.authority = Authority()
-        self.module = plan.workload.module(plan.seed, plan.dtype)
-        named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
-        self.layout = layout_of(named, "layers" if plan.by_layer else plan.optimizer.borders, plan.slicing)
-        plan.optimizer.check(self.layout)
-        self.names = {name for name, _, _ in named}
-        self.flat = self.layout.empty()
-        self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
-        flatten(self.trained, self.layout.views(self.flat))
-        # Peers hold the whole vector each: as if there were one server.
-        self.shards = self.layout.slices(max(1, plan.members.servers))
-        self.slice_bytes = self.layout.slice_bytes(max(1, plan.members.servers))
-        self.gradients = Gradients(
-            plan.workload, self.module, self.layout, self.shards, plan.seed, plan.optimizer.extras.clip
-        )
-        batch = plan.batch or plan.workload.batch
-        self.dealer: Dealer = dealer_of(plan.shards, plan.workload.train, plan.members.workers, batch, plan.seed)
-        self.trace = Trace(Header("virtual", str(plan.policy), plan.members, plan.seed, self.slice_bytes), [])
-        self.history: list[Point] = []
-        self.evaluated_at = 0
-        self.evaluated = ON_SERVERS
-        self.consensus: list[tuple[float, float]] = []
-        """Without servers: when, and how far from their average the peers were."""
-        self.reached_s: float | None = None
-        self.steps = 0
+        self.backend = Backend() if backend is None else backend
+        self.engine = Engine() if engine is None else engine
+        self.world = World(plan, self.backend, self.engine)
+        self.trace = self.world.trace
+        self.authority = Membership()
+        self.iterations = math.inf if plan.iterations is None else plan.iterations
         self.finished = False
         """Somebody has done all its iterations: whoever joins after the last one finds nothing left to do."""
-        self.joins = sum(fault.kind == "join" for fault in plan.cluster.faults)
-        """How many are still to come, or to come back."""
-        self.at_iteration = [fault for fault in plan.cluster.faults if fault.at_iteration is not None]
-        self.servers = [self._server(shard) for shard in range(plan.members.servers)]
-        self.scheduler = self._scheduler() if plan.policy.has_scheduler else None
+        self.done: set[int] = set()
+        """The members that have done their iterations, and of which nobody has heard so."""
+        self.goodbyes = plan.goodbyes or plan.policy.has_scheduler
         self.workers: dict[int, VirtualWorker] = {}
+        self.faults = FaultInjector(self.engine, plan.cluster.faults, self.inject)
+        self.servers = [VirtualServer(self.world, shard, self.workers) for shard in range(plan.members.servers)]
+        self.reducer = VirtualCoordinator(self.world, REDUCER, self.deliver)
+        self.scheduler: VirtualCoordinator | None = None
+        receivers = self.world.receivers
+        receivers |= {REDUCER: self.reducer.receive}
+        receivers |= {Node("server", server.shard): server.receive for server in self.servers}
+        if plan.policy.has_scheduler:
+            self.scheduler = VirtualCoordinator(self.world, SCHEDULER, self.deliver, plan.cluster.scheduler_s)
+            receivers[SCHEDULER] = self.scheduler.receive
 
-    def _server(self, shard: int) -> VirtualServer:
-        part = self.shards[shard]
-        optimizer = SliceOptimizer(self.layout, part, self.flat[part], self.plan.optimizer)
-        server = VirtualServer(self, shard, optimizer)
-        node = Node("server", shard)
-        machine = self.plan.policy.machine("server", shard, self.members, self.seed)
-        assert isinstance(machine, Shard)
-        server.machine = machine
-        server.seat = Seat(node, 0, machine, server, self.record)
-        machine.checks = self.members.workers <= FEW
-        return server
-
-    def _scheduler(self) -> VirtualScheduler:
-        scheduler = VirtualScheduler(self.engine, self.cluster, self.deliver)
-        machine = self.plan.policy.machine("scheduler", 0, self.members, self.seed)
-        machine.checks = self.members.workers <= FEW
-        scheduler.seat = Seat(SCHEDULER, 0, machine, scheduler, self.record)
-        return scheduler
-
-    def node(self, to: Node) -> VirtualServer | VirtualScheduler:
-        """Who takes messages to this address."""
-        if to.role == "server":
-            return self.servers[to.rank]
-        assert self.scheduler is not None
-        return self.scheduler
-
-    def deliver(self, to: Node, message: FromScheduler | messages.Plan, arrival: float) -> None:
-        """What the scheduler sends, to a shard or to a worker that is still there."""
-        if isinstance(message, messages.Plan):
-            self.engine.tell(arrival, MESSAGE, self.servers[to.rank].seat.tell, PlanArrived(arrival, message))
-            return
-        worker = self.workers.get(to.rank)
-        if worker is not None and worker.incarnation == message.incarnation:
-            worker.hear_scheduler(message, arrival)
-
-    def record(self, record: Record) -> None:
-        self.trace.records.append(record)
-        self.steps += 1
-        if self.members.workers > FEW and self.steps % self.members.workers == 0:
-            for server in self.servers:
-                server.seat.machine.check()
-
-    def run(self) -> Run:
-        self.evaluate()
-        self.admit(list(range(self.members.workers)))
-        for fault in self.cluster.faults:
-            if fault.at_s is not None:
-                self.engine.at(fault.at_s, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
-        if self.reached_s is None:
-            self.engine.run()
+    def run(self) -> None:
+        """Run to the end."""
+        self.admit(list(range(self.plan.members.workers)))
+        self.faults.schedule()
+        self.engine.run()
         if not self.engine.stopped and self.training():
             raise PacelineError(self.why_stuck())
-        if self.history[-1].time_s < self.engine.now and self.reached_s is None:
-            self.evaluate()
-        parameters = self.layout.named(self.flat)
-        return Run(
-            policy=str(self.plan.policy),
-            runtime="virtual",
-            history=self.history,
-            trace=self.trace,
-            parameters=parameters,
-            time_s=self.engine.now,
-            target=self.plan.target,
-            time_to_target_s=self.reached_s,
-            others=self.others(),
-            average=self.average(),
-            layers=tuple(name for name, _ in self.layout.units()) if self.plan.by_layer else (),
-            evaluated=self.evaluated,
-            consensus=self.consensus,
-        )
-
-    def others(self) -> dict[str, Tensor]:
-        """What the model holds besides what is trained: frozen parameters and buffers."""
-        held = self.module.state_dict()
-        return {name: value.clone() for name, value in held.items() if name not in self.names}
-
-    def average(self) -> dict[str, Tensor]:
-        """The moving average of the parameters, if there is one."""
-        parts = [server.optimizer.average for server in self.servers]
-        known = [part for part in parts if part is not None]
-        return self.layout.named(torch.cat(known)) if known else {}
-
-    # Membership and faults.
-
-    def admit(self, ranks: list[int]) -> None:
-        joining = {rank: self.authority.next_incarnation(rank) for rank in ranks}
-        for rank, incarnation in joining.items():
-            worker = (LayerwiseWorker if self.plan.by_layer else VirtualWorker)(self, rank, incarnation)
-            machine = self.plan.policy.machine("worker", rank, self.members, self.seed)
-            machine.checks = True
-            worker.seat = Seat(Node("worker", rank), incarnation, machine, worker, self.record)
-            self.workers[rank] = worker
-        view = self.authority.admit(joining)
-        self.announce(view, self.engine.now)
-        arrival = self.engine.now + self.cluster.latency_s
-        for rank in ranks:
-            self.engine.at(arrival, MESSAGE, lambda w=self.workers[rank]: w.tell(ViewChanged(arrival, view)))  # type: ignore[misc]
-
-    def announce(self, view: View, when: float) -> None:
-        """Tell the shards, and the scheduler if there is one, `when` plus the latency from now on."""
-        arrival = when + self.cluster.latency_s
-        seats = [server.seat for server in self.servers]
-        seats += [self.scheduler.seat] if self.scheduler is not None else []
-        for seat in seats:
-            self.engine.tell(arrival, MESSAGE, seat.tell, ViewChanged(arrival, view))
-
-    def leave(self, worker: VirtualWorker) -> None:
-        """The worker has done its part and says so."""
-        worker.die()
-        del self.workers[worker.rank]
-        self.announce(self.authority.remove(worker.rank), self.engine.now)
-        self.consider_end()
-
-    def lose(self, worker: VirtualWorker) -> None:
-        """The worker is gone without a word; the authority notices after `detect_s`."""
-        worker.die()
-        del self.workers[worker.rank]
-
-        def noticed() -> None:
-            if self.authority.members.get(worker.rank) == worker.incarnation:
-                self.announce(self.authority.remove(worker.rank), self.engine.now)
-                self.consider_end()
-
-        self.engine.at(self.engine.now + self.cluster.detect_s, FAULT, noticed)
-
-    def training(self) -> list[int]:
-        """The members that have not done their part yet."""
-        return list(self.authority.members)
-
-    def consider_end(self) -> None:
-        """The run is over when nobody trains and nobody is to come."""
-        if not self.training() and (self.finished or not self.joins):
-            self.engine.wind_up()
 
     def why_stuck(self) -> str:
         """Nothing will ever happen again, and somebody has not done its part: who, and what it waits for."""
@@ -254,17 +80,34 @@ class Simulation:
         more = f"; and {len(stuck) - NAMED} more" if len(stuck) > NAMED else ""
         return f"{self.plan.policy}: nobody can go on after {self.engine.now:.2f} s: {said}{more}"
 
-    def strike_at_iteration(self, worker: VirtualWorker, iteration: int, when: float) -> None:
-        """Faults that wait for an iteration strike when it, or one after it, is started: it may be skipped."""
-        due = [f for f in self.at_iteration if f.worker == worker.rank and iteration >= (f.at_iteration or 0)]
-        for fault in due:
-            self.at_iteration.remove(fault)
-            self.engine.at(when, FAULT, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+    # Messages.
 
-    def strike(self, fault: Fault) -> None:
+    def deliver(self, to: Node, message: Message, arrival: float) -> None:
+        """Bring a small message to a server, or to a worker that is still there."""
+        if to.role == "server":
+            self.engine.schedule(arrival, MESSAGE, self.servers[to.rank].runner.deliver, arrival_of(message, arrival))
+            return
+        assert isinstance(message, Release | Resync)
+        worker = self.workers.get(to.rank)
+        if worker is not None and worker.incarnation == message.incarnation:
+            worker.receive_order(message, arrival)
+
+    # Membership.
+
+    def make_worker(self, rank: int, incarnation: int) -> VirtualWorker:
+        worker_type = LayerwiseWorker if self.plan.by_layer else VirtualWorker
+        return worker_type(self.world, rank, incarnation, self.faults, self.may_begin)
+
+    def may_begin(self, worker: VirtualWorker, iteration: int) -> bool:
+        """Returns whether the worker is to compute this iteration; if not, it has done all of its own."""
+        if iteration >= self.iterations:
+            self.finish(worker)
+        return iteration < self.iterations
+
+    def inject(self, fault: Fault) -> None:
+        """Has a fault happen to its worker, if that is there."""
         worker = self.workers.get(fault.worker)
         if fault.kind == "join":
-            self.joins -= 1
             if worker is None:
                 self.admit([fault.worker])
         elif worker is None:
@@ -273,40 +116,67 @@ class Simulation:
             self.lose(worker)
         elif fault.kind == "restart":
             self.lose(worker)
-            self.joins += 1
-            self.engine.at(self.engine.now + fault.for_s, FAULT, lambda: self.strike(Fault("join", fault.worker)))
+            self.faults.come_back(fault.worker, fault.for_s)
         elif fault.kind == "leave":
-            self.leave(worker)
+            self.leave(worker, finished=False)
         else:
             worker.pause(fault.for_s)
 
-    # Evaluation.
+    def admit(self, ranks: list[int]) -> None:
+        """These ranks join, each under its next incarnation."""
+        joining = {rank: self.authority.next_incarnation(rank) for rank in ranks}
+        for rank, incarnation in joining.items():
+            self.done.discard(rank)
+            self.backend.join((rank, incarnation))
+            self.workers[rank] = self.make_worker(rank, incarnation)
+        self.announce(self.authority.admit(joining), [self.workers[rank] for rank in ranks])
 
-    def consider_evaluation(self) -> None:
-        """Evaluate when every shard has taken in as many gradients again as there are workers."""
-        if self.consumed() >= self.evaluated_at + self.members.workers and not self.engine.stopped:
-            self.evaluate()
+    def announce(self, view: View, joining: Sequence[VirtualWorker] = ()) -> None:
+        """Tell the shards, the scheduler if there is one, and whoever joins; it reaches them after the latency."""
+        arrival = self.engine.now + self.plan.cluster.latency_s
+        tell = [server.runner.deliver for server in self.servers]
+        tell += [self.scheduler.runner.deliver] if self.scheduler is not None else []
+        for hear in (*tell, *(worker.deliver for worker in joining)):
+            self.engine.schedule(arrival, MESSAGE, hear, ViewChanged(arrival, view))
 
-    def consumed(self) -> int:
-        """How many gradients every shard has taken in."""
-        return min(server.consumed for server in self.servers)
+    def finish(self, worker: VirtualWorker) -> None:
+        """The worker has done its iterations."""
+        self.finished = True
+        if self.goodbyes:
+            self.leave(worker, finished=True)
+        else:
+            self.done.add(worker.rank)
+            self.consider_end()
 
-    def updates(self) -> int:
-        """How many steps the model that is evaluated has made."""
-        return self.servers[0].updates
+    def leave(self, worker: VirtualWorker, finished: bool) -> None:
+        """The worker says goodbye: it has done its part, or a scenario has it leave in the middle."""
+        self.bury(worker)
+        self.remove(worker, finished)
 
-    def evaluate(self) -> None:
-        self.evaluated_at = self.consumed()
-        with torch.no_grad():
-            torch._foreach_copy_(self.trained, self.layout.views(self.flat))
-        measured = self.plan.workload.evaluate(self.module)
-        point = Point(self.engine.now, self.updates(), measured["loss"], measured["accuracy"])
-        self.history.append(point)
-        if self.watch is not None:
-            self.watch(point)
-        target = self.plan.target
-        diverged = point.loss is None or not math.isfinite(point.loss)
-        if target is not None and target.reached(point):
-            self.reached_s = self.engine.now
-        if self.reached_s is not None or diverged:
-            self.engine.stop()
+    def lose(self, worker: VirtualWorker) -> None:
+        """The worker is gone without a word; the authority notices after `detect_s`."""
+        self.bury(worker)
+        self.engine.schedule(self.engine.now + self.plan.cluster.detect_s, FAULT, self.notice_loss, worker)
+
+    def notice_loss(self, worker: VirtualWorker) -> None:
+        if self.authority.members.get(worker.rank) == worker.incarnation:
+            self.remove(worker, finished=False)
+
+    def bury(self, worker: VirtualWorker) -> None:
+        worker.die()
+        del self.workers[worker.rank]
+
+    def remove(self, worker: VirtualWorker, finished: bool) -> None:
+        """Tell everybody that this worker is no member any more."""
+        self.done.discard(worker.rank)
+        self.announce((self.authority.finish if finished else self.authority.remove)(worker.rank))
+        self.consider_end()
+
+    def training(self) -> list[int]:
+        """The members that have not done their part yet."""
+        return [rank for rank in self.authority.members if rank not in self.done]
+
+    def consider_end(self) -> None:
+        """The run is over when nobody trains and nobody is to come."""
+        if len(self.done) == len(self.authority.members) and (self.finished or not self.faults.joins):
+            self.engine.wind_up()

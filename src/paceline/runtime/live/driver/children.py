@@ -15,10 +15,16 @@ from pathlib import Path
 
 import torch
 
-from paceline import session
 from paceline.core.messages import Role
-from paceline.runtime.live.process import die_with, leave_signals_to_the_driver, let_the_driver_end_us, run_worker
+from paceline.errors import PacelineError
 from paceline.runtime.live.server.server import serve
+from paceline.runtime.live.system.process_setup import (
+    JOINED,
+    START,
+    die_with,
+    leave_signals_to_the_driver,
+    let_the_driver_end_us,
+)
 
 
 @dataclass
@@ -32,8 +38,8 @@ class Child:
     sentinel: int
     wait: Callable[[], int]
     """Collect the exit code; negative is the signal that killed it."""
-    output: int | None = None
-    """What it prints, if it comes through the driver."""
+    outputs: tuple[int, ...] = ()
+    """Pipes with what it prints, if that comes through the driver: all in one, or stdout and stderr."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank}"
@@ -50,6 +56,11 @@ class Child:
         """Whether it is done although its process is still there."""
         return False
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the process is on this host, and its sentinel a file descriptor."""
+        return True
+
     def reap(self) -> int:
         code = self.wait()
         os.close(self.sentinel)
@@ -60,42 +71,29 @@ StartWorker = Callable[[int, int, Path], Child]
 """(rank, incarnation, folder) -> the new process."""
 
 
-def start_server(folder: Path, shard: int, life: int) -> Child:
+def start_server(folder: Path, shard: int, incarnation: int) -> Child:
     """A server, as a fork of this process: torch is here already, and takes seconds to import again."""
-    return _fork("server", shard, life, lambda: serve(folder, shard, life))
+    return fork("server", shard, incarnation, lambda: serve(folder, shard, incarnation))
 
 
-def script_starter(script: str, arguments: list[str], workers: int, through_driver: bool = False) -> StartWorker:
-    """Workers that run a script, each in a fresh interpreter; their output goes to the terminal or to the driver."""
+def script_starter(script: str, arguments: list[str], workers: int, merged: bool = True) -> StartWorker:
+    """Workers that run a script, each in a fresh interpreter.
+
+    What they print comes through the driver: in one pipe if it is `merged`, in the order in which it was printed; else
+    stderr apart.
+    """
 
     def start(rank: int, incarnation: int, folder: Path) -> Child:
-        environment = {**os.environ, **_environment(rank, incarnation, folder)}
+        environment = {**os.environ, **environment_of(rank, incarnation, folder)}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-        command = [sys.executable, "-m", "paceline.runtime.live.process", script, *arguments]
-        if through_driver:
-            environment["PYTHONUNBUFFERED"] = "1"
-        return _spawn("worker", rank, incarnation, command, environment, through_driver)
+        command = [sys.executable, "-c", START, script, *arguments]
+        environment["PYTHONUNBUFFERED"] = "1"
+        return _spawn("worker", rank, incarnation, command, environment, merged)
 
     return start
 
 
-def function_starter(work: Callable[[], object]) -> StartWorker:
-    """Workers that call a function, each in a fork of this process: closures and notebooks work, no pickle."""
-    # The first optimizer of a process has torch import half of itself, for seconds. Once here, not in every fork.
-    torch.optim.SGD([torch.zeros(1)], lr=0.0)
-
-    def start(rank: int, incarnation: int, folder: Path) -> Child:
-        def run() -> int:
-            os.environ.update(_environment(rank, incarnation, folder))
-            session.forget()
-            return run_worker(rank, work)
-
-        return _fork("worker", rank, incarnation, run)
-
-    return start
-
-
-def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Child:
+def fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Child:
     """A fork of this process that does `run` and ends with what it returns."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,6 +112,8 @@ def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Ch
             # What was here before the fork stays: looking through it again and again would copy its pages.
             gc.freeze()
             code = run()
+        except PacelineError as error:
+            print(f"{role} {rank} failed: {error}", file=sys.stderr)
         except BaseException:
             print(f"{role} {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
         finally:
@@ -123,24 +123,25 @@ def _fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Ch
     return Child(role, rank, incarnation, pid, os.pidfd_open(pid), lambda: _collect(pid))
 
 
-def _environment(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
+def environment_of(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
     return {
         "PACELINE_FOLDER": str(folder),
         "PACELINE_RANK": str(rank),
         "PACELINE_INCARNATION": str(incarnation),
-        session.JOINED: "",  # even if a worker of another run begins this one
+        JOINED: "",  # even if a worker of another run begins this one
     }
 
 
 def _spawn(
-    role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str], piped: bool = False
+    role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str], merged: bool
 ) -> Child:
     environment["PACELINE_DRIVER"] = str(os.getpid())
-    output, into = os.pipe() if piped else (None, None)
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=into, stderr=into)
-    if into is not None:
-        os.close(into)
-    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait, output)
+    pipes = [os.pipe() for _ in range(1 if merged else 2)]
+    outputs, into = zip(*pipes, strict=True)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=into[0], stderr=into[-1])
+    for end in into:
+        os.close(end)
+    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait, outputs)
 
 
 def _collect(pid: int) -> int:

@@ -1,0 +1,115 @@
+"""`paceline bench` without processes: the virtual runtime, its gradients, and what a scheduler searches for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.bench import gradients, simulator, tuner, zipline
+from paceline.commands.benchmark import Benchmark, print_rows
+from paceline.commands.terminal import print_plain
+
+
+@dataclass(kw_only=True)
+class BenchGradients(Benchmark):
+    """Gradients of many virtual workers, computed in one go and one by one: what batching saves the simulator.
+
+    paceline bench gradients --workload digits-mlp digits-cnn --workers 100 --json gradients.json
+    """
+
+    workload: tuple[str, ...] = ("digits-mlp", "digits-cnn", "svm")
+    """Which workloads."""
+    workers: int = 100
+    """Gradients computed together."""
+    rounds: int = 15
+    """Interleaved rounds; the fastest of each counts."""
+
+    def measure(self) -> dict[str, Any]:
+        rows = gradients.run(list(self.workload), self.workers, self.rounds, print_plain)
+        columns = {
+            "workload": "{0.workload}", "batched": "{0.batched_us:.0f}", "one by one": "{0.loop_us:.0f}",
+            "ratio": "{0.ratio:.1f}x",
+        }  # fmt: skip
+        title = f"us per gradient, {self.workers} workers, {rows[0].threads} threads"
+        print_rows(title, columns, rows, text=("workload",))
+        return {"rows": rows}
+
+
+@dataclass(kw_only=True)
+class BenchSimulator(Benchmark):
+    """Events that the virtual runtime handles in a second of one core, timing only: ASP, SSP, SSP with one slow worker.
+
+    paceline bench simulator --workers 10 100 1000 10000 --json simulator.json
+    """
+
+    workers: tuple[int, ...] = (10, 100, 1_000, 10_000)
+    """How many workers, one after the other."""
+    rounds: int = 3
+    """Rounds of each; the best counts."""
+
+    def measure(self) -> dict[str, Any]:
+        rows = simulator.run(list(self.workers), self.rounds, print_plain)
+        columns = {
+            "policy": "{0.policy}", "cluster": "{0.cluster}", "workers": "{0.workers}",
+            "us/event": "{0.us_per_event:.2f}", "events/s": "{0.events_per_s:,.0f}",
+            "checked": "{0.checked_events_per_s:,.0f}", "memory": "{0.peak_mb:.0f} MB",
+        }  # fmt: skip
+        print_rows("virtual runtime, timing only", columns, rows, text=("policy", "cluster"))
+        return {"rows": rows}
+
+
+@dataclass(kw_only=True)
+class BenchTuner(Benchmark):
+    """SpecSync's ABORT_TIME and ABORT_RATE for an epoch of many workers, beside Algorithm 1 as the paper has it.
+
+    paceline bench tuner --workers 40 100 1000 --json tuner.json
+    """
+
+    workers: tuple[int, ...] = (40, 100, 1_000)
+    """How many workers, one after the other."""
+    rounds: int = 5
+    """Interleaved rounds; medians are compared."""
+    seed: int = 0
+    """The seed of the workers' speeds."""
+
+    def measure(self) -> dict[str, Any]:
+        rows = tuner.run(list(self.workers), self.rounds, self.seed, print_plain)
+        columns = {
+            "workers": "{0.workers}", "pushes": "{0.notices}", "tuner": "{0.tune_ms:.2f}",
+            "paper's form": "{0.paper_form_ms:.1f}", "ratio": "{0.ratio:.0f}x",
+        }  # fmt: skip
+        print_rows(
+            f"ms an epoch, median of {self.rounds}", columns, rows,
+            missing=f"the paper's form takes too long with more than {tuner.MOST} workers",
+        )  # fmt: skip
+        return {"rows": rows}
+
+
+@dataclass(kw_only=True)
+class BenchZipline(Benchmark):
+    """The plan of ElasticBSP's next barrier for many workers, beside ZipLineOptBS compiled from C++.
+
+    paceline bench zipline --workers 1000 10000 --iterations 150 --json zipline.json
+    """
+
+    workers: tuple[int, ...] = (1_000, 10_000)
+    """How many workers, one after the other."""
+    iterations: int = 150
+    """How many iterations of each are predicted: the paper's R."""
+    rounds: int = 9
+    """Interleaved rounds; medians are compared."""
+    seed: int = 0
+    """The seed of the workers' speeds."""
+
+    def measure(self) -> dict[str, Any]:
+        rows = zipline.run(list(self.workers), self.iterations, self.rounds, self.seed, print_plain)
+        columns = {
+            "workers": "{0.workers}", "iterations": "{0.iterations}", "plan": "{0.plan_ms:.2f}",
+            "ZipLineOptBS in C++": "{0.opt_bs_ms:.1f}", "ratio": "{0.ratio:.1f}x",
+            "the paper's": "{0.paper_opt_bs_ms:g}",
+        }  # fmt: skip
+        print_rows(
+            f"ms a plan, median of {self.rounds}", columns, rows,
+            missing="there is no compiler for the search in C++, or the paper has no figure for this size",
+        )  # fmt: skip
+        return {"rows": rows}

@@ -1,0 +1,1 @@
+"""What the driver of a run decides: pure machines, events in and orders out."""

@@ -1,0 +1,171 @@
+"""The steps of `paceline.Optimizer`: in a world of one, and in a live run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.lr_schedulers import LRSchedulers
+from paceline.tensors.optimizers import Extras, hyper_of
+from paceline.tensors.piece_optimizers import Hyper
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.trainer.participant import Participant
+
+Groups = list[dict[str, Any]]
+
+
+class LocalSteps:
+    """Takes the steps of the inner optimizer, with clipping and the schedule around them."""
+
+    def __init__(self, inner: torch.optim.Optimizer, extras: Extras) -> None:
+        self.inner = inner
+        self.clips = [norm for norm in (extras.clip, extras.clip_mean) if norm is not None]
+        self.step_schedule = extras.step_schedule()
+        self.count = 0
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Takes a step in a world of one."""
+        self.count += 1
+        if not self.clips and self.step_schedule.schedule is None:
+            return self.inner.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for norm in self.clips:  # one worker's gradient is the mean
+            clip(self.inner.param_groups, norm)
+        self.scheduled_step()
+        return loss
+
+    def scheduled_step(self) -> None:
+        """Takes a step at the rate the schedule has come to."""
+        groups = self.inner.param_groups
+        if self.step_schedule.schedule is None:
+            self.inner.step()
+            return
+        self.step_schedule.advance(1)
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * self.step_schedule.factor
+        self.inner.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class LiveSteps:
+    """Takes the steps of a live run: one at a time, in one thread."""
+
+    def __init__(
+        self, participant: Participant, inner: torch.optim.Optimizer, norm: float | None, schedulers: LRSchedulers
+    ) -> None:
+        """`norm` bounds this worker's whole gradient, before it is sliced."""
+        self.participant = participant
+        self.inner = inner
+        self.norm = norm
+        self.schedulers = schedulers
+        self.trained, self.frozen = trained_and_frozen(inner)
+        self.hyper = HyperParameters()
+        self.stepping = threading.RLock()
+        """Held by the thread that is in a step."""
+        self.started = time.monotonic()
+        """When the present iteration began."""
+
+    def acquire(self) -> None:
+        """Begins a step, unless one is under way in another thread."""
+        if not self.stepping.acquire(blocking=False):
+            raise PacelineError(
+                "step was called from several threads at once: a worker has one gradient and one model at a time; call "
+                "step from one thread, or hold a lock from zero_grad to the end of step"
+            )
+
+    def release(self) -> None:
+        """Ends a step."""
+        self.stepping.release()
+
+    def compute(self, closure: Callable[[], Any] | None) -> Any:
+        """Runs the closure, and returns what it does."""
+        if closure is None:
+            self.participant.note_missing_closure()
+            return None
+        barrier = self.participant.participation.barrier
+        barrier.in_step = True
+        try:
+            with torch.enable_grad():
+                return self.participant.run_closure(closure, self.started)
+        finally:
+            barrier.in_step = False
+
+    def exchange(self) -> None:
+        """Hands the gradients in; returns when the model holds the parameters of the next iteration."""
+        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
+            raise PacelineError(
+                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made"
+            )
+        groups = self.inner.param_groups
+        if self.norm is not None:
+            clip(groups, self.norm)
+        self.schedulers.report()
+        self.participant.slow_down(self.started)
+        self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups))
+        self.participant.pass_slow_link()
+
+    def skip(self) -> None:
+        """Hands in an iteration without a gradient."""
+        self.schedulers.report()
+        self.participant.slow_down(self.started)
+        self.participant.skip(self.hyper.of(self.inner.param_groups))
+
+    def begin_iteration(self) -> None:
+        """The script is about to compute."""
+        self.started = time.monotonic()
+
+    def fetch_state(self) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+        """Yields what servers' optimizers have learned, by trained tensor; nothing without servers."""
+        if states := self.participant.fetch_state():
+            yield from zip(self.trained, states, strict=True)
+
+
+class HyperParameters:
+    """The hyper-parameters of parameter groups, worked out anew only when a value has changed."""
+
+    def __init__(self) -> None:
+        self.raw: list[list[Any]] = []
+        self.known: tuple[Hyper, ...] = ()
+
+    def of(self, groups: Groups) -> tuple[Hyper, ...]:
+        """Returns the hyper-parameters of these groups."""
+        raw = [[_as_is(value) for key, value in group.items() if key != "params"] for group in groups]
+        if raw != self.raw:
+            self.raw = raw
+            self.known = tuple(hyper_of(group) for group in groups)
+        return self.known
+
+
+def _as_is(value: Any) -> Any:
+    """Returns what a hyper-parameter is now: schedulers change one that is a tensor in place."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return tuple(map(_as_is, value)) if isinstance(value, tuple | list) else value
+
+
+def tensors_of(groups: Groups) -> list[Tensor]:
+    """Returns the tensors of these parameter groups."""
+    return [tensor for group in groups for tensor in group["params"]]
+
+
+def trained_and_frozen(inner: torch.optim.Optimizer) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns an optimizer's tensors that take gradients, and those that do not."""
+    every = tensors_of(inner.param_groups)
+    return [tensor for tensor in every if tensor.requires_grad], [each for each in every if not each.requires_grad]
+
+
+def clip(groups: Groups, norm: float) -> None:
+    """Bounds the norm of the whole gradient."""
+    nn.utils.clip_grad_norm_(tensors_of(groups), norm)

@@ -1,0 +1,35 @@
+"""Asking the driver of a run that goes on for something, from another process: `paceline servers`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from paceline.errors import ConfigError, RunFailed
+from paceline.runtime.live.messaging.unix_sockets import Link
+from paceline.runtime.live.protocol import resizing_messages, wire
+
+TICK_S = 0.5
+PATIENCE_S = 120.0
+"""The slowest worker first finishes the iteration it computes."""
+
+
+def ask_for_servers(folder: Path, servers: int) -> str:
+    """Have a run go on with so many servers; what came of it, in words."""
+    requester = f"asking:{os.getpid()}"
+    link = Link(folder / "driver", requester.encode())
+    try:
+        link.send(wire.encode(resizing_messages.Want(servers, requester)))
+        until = time.monotonic() + PATIENCE_S
+        while not link.gone and time.monotonic() < until:
+            if (message := link.wait_for(TICK_S)) is not None:
+                outcome = wire.decode_outcome(message)
+                if outcome.refused:
+                    raise ConfigError(outcome.text)
+                return outcome.text
+        if link.gone:
+            raise RunFailed("the run ended before it had changed its servers")
+        raise RunFailed(f"the run has not changed its servers within {PATIENCE_S:g} s; it still may")
+    finally:
+        link.close()

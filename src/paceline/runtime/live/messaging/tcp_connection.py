@@ -1,0 +1,133 @@
+"""One TCP connection without keys: its socket, what is to be sent, and a reader of what arrives (`tcp_framing.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections import deque
+
+from paceline.runtime.live.messaging.tcp_framing import (
+    GREETING,
+    ConnectionClosed,
+    ConnectionLimits,
+    MessageReader,
+    OutgoingMessage,
+    advance,
+    greeting,
+)
+
+LOW_WATER = 1 << 18
+"""Bytes of a large part that are waited for at least."""
+VIEWS = 512
+"""Pieces of memory that the kernel takes at once."""
+SILENT_MS = 1500
+PROBES = 2
+OPTIONS = (
+    (socket.TCP_NODELAY, 1),
+    (socket.TCP_KEEPIDLE, 1),
+    (socket.TCP_KEEPINTVL, 1),
+    (socket.TCP_KEEPCNT, PROBES),
+)
+"""When nothing was said for a second the kernel probes the other end, once a second."""
+
+
+class TcpConnection:
+    """The socket of one connection, which never blocks."""
+
+    def __init__(self, connection: socket.socket, limits: ConnectionLimits, name: bytes = b"") -> None:
+        """`name` is the client's own, at its end."""
+        connection.setblocking(False)
+        for option, value in OPTIONS:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket = connection
+        self.descriptor = connection.fileno()
+        self.began_s = time.monotonic()
+        self.reader = MessageReader(limits)
+        self.greeting = [memoryview(greeting(name) if name else GREETING)]
+        """What of our greeting is not sent."""
+        self.has_greeted = False
+        self.outgoing: deque[OutgoingMessage] = deque()
+        """Messages that are not sent, or not all."""
+        self.low_water = 1
+        self.interest = 0
+        """The events that the transport's epoll waits for."""
+        self.closed: str | None = None
+        """None while the connection goes on; then why it ended, or "" if it just did."""
+
+    def send_some(self) -> None:
+        """Sends as much as the kernel takes right now."""
+        if self.greeting:
+            advance(self.greeting, self.socket.sendmsg(self.greeting))
+            if self.greeting:
+                return
+            self.has_greeted = True
+        while self.outgoing:
+            message = self.outgoing[0]
+            advance(message.ready, self.socket.sendmsg(message.ready[:VIEWS]))
+            if message.ready:
+                return
+            if message.complete:
+                self.outgoing.popleft()
+            else:
+                message.sum_up()
+
+    def drop(self) -> None:
+        """Sends nothing more: half a message may have been sent."""
+        self.greeting.clear()
+        self.outgoing.clear()
+        self.shut_down()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self.greeting or self.outgoing)
+
+    def read(self, scratch: memoryview) -> list[list[memoryview] | None]:
+        """Reads some of one message, or several small ones; the messages that are whole now (`MessageReader.messages`).
+
+        If the connection is `closed` then, these are the last.
+        """
+        reader = self.reader
+        try:
+            self._read(scratch)
+            self._set_low_water()
+        except ConnectionClosed as reason:
+            self.closed = str(reason)
+        messages, reader.messages = reader.messages, []
+        return messages
+
+    def _read(self, scratch: memoryview) -> None:
+        reader, full = self.reader, True
+        while full and not reader.messages:
+            into = reader.unread[:VIEWS] or [scratch]
+            try:
+                count = self.socket.recvmsg_into(into)[0]
+            except BlockingIOError:
+                return
+            except OSError:
+                raise ConnectionClosed from None
+            if not count:
+                raise ConnectionClosed
+            full = count == sum(map(len, into))
+            reader.take(count, scratch)
+
+    def _set_low_water(self) -> None:
+        """Has the kernel wait for this much before it says that something is there: to be woken costs, too."""
+        low_water = max(1, min(LOW_WATER, sum(map(len, self.reader.unread))))
+        if low_water != self.low_water:
+            self.low_water = low_water
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+
+    def shut_down(self) -> None:
+        """Ends the connection, whoever else holds the socket."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def is_silent(self) -> bool:
+        """Whether the other end has not confirmed for too long what was sent, though it was sent again."""
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        retransmits, probes = info[2], info[3]
+        unacked, last_ack_ms = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
+        return last_ack_ms > SILENT_MS and bool((unacked and retransmits) or probes > PROBES)

@@ -1,0 +1,1 @@
+"""A host's agent, which runs processes for the driver of another host."""

@@ -1,0 +1,52 @@
+"""Frames of a gradient that arrive while its worker still computes the others, kept until the push names them.
+
+The worker's side is `worker/early_frames.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.messages import Push
+from paceline.runtime.live.protocol import wire
+from paceline.tensors import wire_precision
+
+
+class EarlyFrameBuffer:
+    """The frames one worker has staged at a server: of its newest attempt, each once at most."""
+
+    def __init__(self, places: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.places = places
+        self.dtype = dtype
+        self.clear()
+
+    def clear(self) -> None:
+        self.attempt = (-1, -1)
+        """The iteration, and the number of the attempt at it."""
+        self.frames: dict[int, memoryview] = {}
+
+    def take(self, staged: wire.Staged, frames: Sequence[memoryview]) -> None:
+        """Keep the frame, unless it is of an attempt that is over. It fits, or is refused."""
+        if not 0 <= staged.frame < len(self.places):
+            raise wire_precision.WrongFrames(f"there is no frame {staged.frame}: there are {len(self.places)}")
+        wire_precision.check_frames(frames, [self.places[staged.frame]], self.dtype)
+        attempt = (staged.iteration, staged.attempt)
+        if attempt > self.attempt:
+            self.attempt, self.frames = attempt, {}
+        if attempt == self.attempt:
+            self.frames[staged.frame] = frames[0]
+
+    def join(self, push: Push, commit: wire.Commit, rest: Sequence[memoryview]) -> list[memoryview]:
+        """All frames of this push."""
+        named = set(commit.staged)
+        if self.attempt != (push.handle.iteration, commit.attempt) or not named <= self.frames.keys():
+            raise wire_precision.WrongFrames("it counts on frames that have not come")
+        if len(named) + len(rest) != len(self.places):
+            raise wire_precision.WrongFrames(
+                f"{len(named)} and {len(rest)} frames came, {len(self.places)} were to come"
+            )
+        others = iter(rest)
+        return [self.frames[number] if number in named else next(others) for number in range(len(self.places))]

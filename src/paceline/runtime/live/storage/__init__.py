@@ -1,0 +1,1 @@
+"""What the processes of a host share and what a run keeps: shared memory, traces, checkpoints, logs."""

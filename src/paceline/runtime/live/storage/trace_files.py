@@ -1,0 +1,121 @@
+"""Traces of live processes: each node writes a file of its own, the driver puts them together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline import private_files
+from paceline.core.messages import Node
+from paceline.core.trace import Header, Record, Trace, encode_records, read_records
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".trace"
+HELD = 128
+"""Records that are buffered, encoded and written together. One at a time, between two gradients that fill the caches,
+the encoder would have to be fetched from memory again for each."""
+HELD_S = 0.2
+"""How long records are buffered, while there are new ones. A killed process loses them."""
+
+
+class TraceFile:
+    """The trace of one node, written while it runs. What a killed process had not flushed is lost."""
+
+    def __init__(self, folder: Path, node: Node, incarnation: int) -> None:
+        self.path = folder / f"{node.role}-{node.rank}.{incarnation}{SUFFIX}"
+        self.full = False
+        self.file = self._open("wb")
+        self.held: list[Record] = []
+        """Records that are not written yet."""
+        self.written_s = 0.0
+
+    def follow(self, incarnation: int) -> int:
+        """Appends to the file of an earlier incarnation instead of its own; returns how many records that has."""
+        self.path.unlink(missing_ok=True)
+        self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{incarnation}{SUFFIX}")
+        self.file.close()
+        self.file = self._open("a+b")
+        self.file.seek(0)
+        left = self.file.readall()
+        whole = left.rfind(b"\n") + 1
+        if whole < len(left):
+            self.file.truncate(whole)
+        return left.count(b"\n")
+
+    def write(self, record: Record) -> None:
+        self.held.append(record)
+        if len(self.held) >= HELD or time.monotonic() - self.written_s > HELD_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is buffered, best done when idle. Without room the trace ends here, and the training does not."""
+        held, self.held = self.held, []
+        left = encode_records(held) if not self.full else b""
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            self._end(error)
+        self.written_s = time.monotonic()
+
+    def _open(self, mode: Literal["wb", "a+b"]) -> FileIO:
+        try:
+            self.path.touch(0o600)
+            return self.path.open(mode, buffering=0)
+        except OSError as error:
+            self._end(error)
+            return open(os.devnull, mode, buffering=0)
+
+    def _end(self, error: OSError) -> None:
+        self.full = True
+        logger.warning(f"{self.path.stem}: its trace ends here, the training goes on: {error.strerror}")
+
+    def close(self) -> None:
+        self.flush()
+        self.file.close()
+
+
+@contextlib.contextmanager
+def tracing(shared: Path, kept: Path | None) -> Iterator[Path]:
+    """Yields the folder for the traces in the run's folder, which is in shared memory.
+
+    So that traces do not fill the machine's memory, it is a link to the folder on a disk that the run keeps, if any.
+    """
+    output = shared / "trace"
+    on_disk = kept.resolve() / "trace" if kept is not None else None
+    try:
+        if on_disk is not None:
+            shutil.rmtree(on_disk, ignore_errors=True)  # of a driver that was killed
+            private_files.make_folder(on_disk)
+            output.symlink_to(on_disk)
+    except OSError:
+        on_disk = None
+    if on_disk is None:
+        private_files.make_folder(output)
+    try:
+        yield output
+    finally:
+        if on_disk is not None:
+            shutil.rmtree(on_disk, ignore_errors=True)
+
+
+def gather(folder: Path, header: Header) -> Trace:
+    """Merges the records of all nodes in time order, and keeps each node's own order."""
+    records: list[Record] = []
+    for path in sorted(folder.glob("*" + SUFFIX)):
+        try:
+            records.extend(read_records(path.read_bytes()))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            logger.warning(f"{path.name} is left out of the trace: {error}")
+    records.sort(key=lambda record: record.event.at)
+    return Trace(header, records)

@@ -1,0 +1,1 @@
+"""What a process of a live run asks of the operating system."""

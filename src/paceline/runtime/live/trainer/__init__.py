@@ -1,0 +1,1 @@
+"""What workers and peers have in common: both run the user's script."""

@@ -1,0 +1,79 @@
+"""How a worker begins: it introduces itself, makes its machine, and takes the first parameters from the servers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.core.events import ViewChanged
+from paceline.core.policy import Policy
+from paceline.core.speculation import SpeculativeWorker
+from paceline.core.worker import Worker
+from paceline.errors import PacelineError, printable
+from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.driver_texts import policy_of
+from paceline.runtime.live.storage import abort_flag
+from paceline.runtime.live.storage.abort_flag import AbortFlag
+from paceline.runtime.live.system.process_setup import give_way
+from paceline.runtime.live.system.training_end import Stopped
+from paceline.runtime.live.trainer.model_description import ModelDescription
+from paceline.runtime.live.trainer.run_connection import RunConnection
+from paceline.runtime.live.trainer.startup import introduce
+from paceline.runtime.live.worker.abortable_step import AbortableStep, tell_ignored
+from paceline.runtime.live.worker.device_memory import memory_for
+from paceline.runtime.live.worker.worker import LiveWorker
+from paceline.runtime.live.worker.worker_executor import WorkerExecutor
+
+
+def begin_worker(
+    run: RunConnection, model: ModelDescription, policy: Policy | None, overlap: bool
+) -> tuple[LiveWorker, wire.Begin]:
+    """A worker whose model holds the first parameters, and how the run begins, or goes on, with it."""
+    memory = memory_for(run.folder, (run.rank, run.incarnation), model.layout, model.tensors, overlap)
+    begin = introduce(run, model, policy)
+    config = run.config
+    if (
+        config.multihost is None or not config.multihost.shared_memory
+    ):  # else how many of them are on this host is not known
+        give_way(config.members.workers + config.members.servers)
+    executor = WorkerExecutor(run, make_machine(run, begin, policy), memory)
+    executor.connections.sent_hyper = model.optimizer.groups
+    take_first_parameters(executor, begin)
+    memory.begin()
+    if begin.hyper is not None:
+        executor.connections.sent_hyper = begin.hyper
+    return LiveWorker(model, executor, make_abortable(executor, model, overlap)), begin
+
+
+def take_first_parameters(executor: WorkerExecutor, begin: wire.Begin) -> None:
+    """Connects to the servers, and returns when their parameters are in the model."""
+    run = executor.run
+    executor.connections.connect_all(begin.assignment, begin.endpoints)
+    if begin.changed is not None:
+        executor.runner.deliver(msgspec.structs.replace(begin.changed, at=run.now()))
+    executor.runner.deliver(ViewChanged(run.now(), begin.view))
+    executor.flush()
+    executor.await_order()
+    executor.orders.hear_if_due()
+    if executor.orders.participation.stopping:
+        raise Stopped(whole=True)
+
+
+def make_abortable(executor: WorkerExecutor, model: ModelDescription, overlap: bool) -> AbortableStep | None:
+    """Returns what interrupts computations, if the policy gives some up and the script allows it."""
+    if not isinstance(executor.machine, SpeculativeWorker):
+        return None
+    run = executor.run
+    if overlap:
+        tell_ignored(run.rank, "overlap=True")
+        return None
+    flag = AbortFlag(abort_flag.path(run.folder, run.rank, run.incarnation), create=True)
+    return AbortableStep(executor, executor.orders.participation.leases, flag, run.rank, model.tensors, model.module)
+
+
+def make_machine(run: RunConnection, begin: wire.Begin, policy: Policy | None) -> Worker:
+    """The machine of this worker under the policy that the driver names; `policy` is the script's own."""
+    config = run.config
+    machine = policy_of(begin.policy, config, policy).machine("worker", run.rank, config.members, config.seed)
+    if not isinstance(machine, Worker):
+        raise PacelineError(f"the driver names a policy for this worker that is none: {printable(begin.policy)}")
+    return machine

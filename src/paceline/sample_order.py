@@ -1,0 +1,94 @@
+"""Which samples a worker gets: an endless stream of permutations, shared in strides.
+
+Sample k of the stream is element k % n of the permutation of epoch k // n. Step t of N workers together is the
+N * batch samples from t * N * batch on, the joined batch that single-process training would take; of these,
+worker w takes every N-th from the w-th on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.errors import ConfigError
+
+SAMPLE_STREAM = 2
+KEPT_STEPS = 16
+"""How many joined batches are kept, those used last: workers of unequal speed are some steps apart."""
+SHUFFLED, SORTED = "shuffled", "sorted"
+
+
+class SampleOrder:
+    """The order of the samples of a data set of `size`, for `workers` that take `batch` at a time."""
+
+    def __init__(self, size: int, workers: int, batch: int, seed: int) -> None:
+        self.size = size
+        self.workers = workers
+        self.batch = batch
+        self.seed = seed
+        self.epochs: dict[int, NDArray[np.int64]] = {}
+        self.steps: dict[int, NDArray[np.int64]] = {}
+
+    def of_worker(self, worker: int, step: int) -> NDArray[np.int64]:
+        """Returns the samples of one worker's step."""
+        return self.joined(step)[worker % self.workers :: self.workers]
+
+    def joined(self, step: int) -> NDArray[np.int64]:
+        """Returns the samples of all workers' step together."""
+        samples = self.steps.pop(step, None)
+        if samples is None:
+            samples = self._join(step)
+            if len(self.steps) >= KEPT_STEPS:
+                del self.steps[next(iter(self.steps))]
+        self.steps[step] = samples
+        return samples
+
+    def _join(self, step: int) -> NDArray[np.int64]:
+        first, count = step * self.workers * self.batch, self.workers * self.batch
+        parts = []
+        while count:
+            epoch, offset = divmod(first, self.size)
+            part = self._epoch(epoch)[offset : offset + count]
+            parts.append(part)
+            first += len(part)
+            count -= len(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self.epochs:
+            # Slow workers may be an epoch or two behind; older ones are made again when asked for.
+            if len(self.epochs) > 8:
+                self.epochs.clear()
+            self.epochs[epoch] = permutation(self.size, self.seed, epoch)
+        return self.epochs[epoch]
+
+
+class SortedSampleOrder(SampleOrder):
+    """The other extreme: each worker has samples of its own for good, and those are sorted by label."""
+
+    def __init__(self, labels: NDArray[np.int64], workers: int, batch: int, seed: int) -> None:
+        super().__init__(len(labels), workers, batch, seed)
+        self.parts = np.array_split(np.argsort(labels, kind="stable"), workers)
+
+    def of_worker(self, worker: int, step: int) -> NDArray[np.int64]:
+        part = self.parts[worker % self.workers]
+        random = np.random.Generator(np.random.PCG64([self.seed, SAMPLE_STREAM, worker, step]))
+        return random.choice(part, self.batch, replace=len(part) < self.batch)
+
+
+def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the order of the samples in an epoch."""
+    random = np.random.Generator(np.random.PCG64([seed, SAMPLE_STREAM, epoch]))
+    return random.permutation(size)
+
+
+def sample_order_of(shards: str, data: tuple[Tensor, Tensor], workers: int, batch: int, seed: int) -> SampleOrder:
+    """Returns the order of this name, `shuffled` or `sorted`, for a data set of (inputs, targets)."""
+    if shards == SHUFFLED:
+        return SampleOrder(len(data[0]), workers, batch, seed)
+    if shards != SORTED:
+        raise ConfigError(f"unknown shards {shards!r} (known: {SHUFFLED}, {SORTED})")
+    if data[1].is_floating_point() or data[1].dim() != 1:
+        raise ConfigError("shards=sorted needs labels to sort by: the targets of this workload are no classes")
+    return SortedSampleOrder(data[1].numpy(), workers, batch, seed)
