@@ -196,6 +196,22 @@ def test_checkpoints_that_have_no_room_leave_the_last_good_one(small_disk: Path)
     checkpoint.check(path)
 
 
+def test_a_part_that_is_written_while_it_is_discarded_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = tmp_path / "000001.part"
+    part.mkdir()
+    late, remove = iter(["shard-0.safetensors", "shard-1.safetensors"]), os.rmdir
+
+    def write_before(*args: object, **named: object) -> None:
+        for name in late:
+            (part / name).touch()
+            break
+        remove(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rmdir", write_before)
+    checkpoint.discard(part)
+    assert not part.exists()
+
+
 @pytest.mark.parametrize(("policy", "durable"), [("bsp", False), ("bsp", True), ("hop:graph=complete", False)])
 def test_a_folder_that_is_deleted_is_made_again_and_gets_the_model(
     tmp_path: Path, policy: str, durable: bool, capsys: pytest.CaptureFixture[str]

@@ -192,7 +192,7 @@ class Checkpointer:
             case AbandonCheckpoint(_, why):
                 kept = f"the last good one is {self.last}" if self.last is not None else "there is none yet"
                 self.say(f"WARNING: the checkpoint failed ({why}); training goes on, {kept}")
-                shutil.rmtree(self.part, ignore_errors=True)
+                checkpoint.discard(self.part)
             case CommitCheckpoint(number):
                 self._deliver(CommitEnded(number, self._commit(number)))
             case _:
@@ -202,7 +202,7 @@ class Checkpointer:
         self.part = self.checkpointing.checkpoints / f"{number:06d}{checkpoint.PART}"
         self.entries.clear()
         try:
-            shutil.rmtree(self.part, ignore_errors=True)
+            checkpoint.discard(self.part)
             private_files.make_folder(self.part)
         except OSError as error:
             self.say(f"WARNING: cannot checkpoint: {error}; training goes on")

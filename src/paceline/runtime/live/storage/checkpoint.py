@@ -87,6 +87,14 @@ def commit(part: Path, manifest: Manifest) -> Path:
     return final
 
 
+def discard(part: Path) -> None:
+    """Removes an incomplete checkpoint. A server that still writes may create its file there meanwhile, once."""
+    for _ in range(MOST_SERVERS + 1):
+        shutil.rmtree(part, ignore_errors=True)
+        if not part.exists():
+            return
+
+
 def whole(folder: Path) -> list[Path]:
     """Returns the checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("[0-9]*") if path.name.isdigit())
@@ -201,11 +209,11 @@ def repeat(path: Path) -> Path:
     number = next_number(folder)
     part = folder / f"{number:06d}{PART}"
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
         shutil.copytree(path, part)
         return commit(part, replace(read(path), number=number))
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
+        discard(part)
         raise PacelineError(f"{path} cannot be copied to {part}: {error}") from None
 
 
