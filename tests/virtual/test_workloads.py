@@ -53,6 +53,50 @@ def test_a_bundled_workload_learns(name: str, policy: str) -> None:
     assert run.history[-1].loss < 0.9 * run.history[0].loss
 
 
+TINY = "char-transformer:width=16,layers=1,context=16"
+
+
+def test_the_transformer_learns_letters_in_virtual_time_and_live(capsys) -> None:
+    line = f"--workload {TINY} --workers 2 --iterations 60 --optimizer adam:lr=0.01"
+    assert cli.run(["simulate", *line.split()]) == 0
+    assert "data: 19956 letters that ship with it" in capsys.readouterr().out
+    assert cli.run(["compare", "bsp", "--live", *line.split()]) == 0
+    run = simulate(TINY, workers=2, iterations=60, optimizer="adam:lr=0.01")
+    assert run.config["workload"] == TINY
+    assert run.history[-1].loss < 0.8 * run.history[0].loss
+    assert run.history[-1].accuracy > 0.2, "a blank is every sixth letter"
+
+
+def test_the_transformer_sees_no_letter_to_come() -> None:
+    workload = workloads.load(TINY)
+    module = workload.module(0)
+    read = workload.train[0][:2]
+    assert torch.equal(workload.train[0][1:5], workload.train[1][:4]), "the target is the next letter"
+    for place in (1, 7, 15):
+        changed = read.clone()
+        changed[:, place] = (changed[:, place] + 1) % 10
+        differs = (module(changed) - module(read)).abs().amax((0, 1)) > 1e-6
+        assert not differs[:place].any()
+        assert differs[place:].any()
+
+
+def test_the_transformer_has_a_large_form_and_reads_a_text_of_yours(monkeypatch, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="width=18 is not a multiple of 4"):
+        workloads.load("char-transformer:width=18")
+    with pytest.raises(ConfigError, match="no parameter 'depth'"):
+        workloads.load("char-transformer:depth=3")
+    large = workloads.load("char-transformer:width=256,layers=4").module(0)
+    assert sum(parameter.numel() for parameter in large.parameters()) > 3_000_000
+    (tmp_path / "input.txt").write_text("ab" * 1500)
+    monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
+    mine = workloads.load(TINY)
+    assert mine.data == f"3000 letters of {tmp_path / 'input.txt'}"
+    assert set(mine.train[0].flatten().tolist()) == {0, 1}
+    (tmp_path / "input.txt").write_text("ab" * 1000)
+    with pytest.raises(ConfigError, match="has 2000 letters: with context=16 more than 2065 are needed"):
+        workloads.load(TINY)
+
+
 def test_matrix_factorization_learns_and_says_what_it_used(capsys, tmp_path) -> None:
     path = tmp_path / "out.json"
     line = f"simulate --policy bsp --workload matrix-factorization --workers 8 --iterations 150 --json {path}"
@@ -152,7 +196,7 @@ def gradients_of(
     return found
 
 
-@pytest.mark.parametrize("name", ["digits-mlp", "digits-cnn", "svm", "matrix-factorization", "quadratic"])
+@pytest.mark.parametrize("name", ["digits-mlp", "digits-cnn", TINY, "svm", "matrix-factorization", "quadratic"])
 def test_batched_gradients_are_those_of_the_plain_loop(name: str) -> None:
     workload = workloads.load(name)
     plain = gradients_of(workload, 3, OneByOne)

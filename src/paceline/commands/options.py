@@ -88,8 +88,8 @@ class Training(Outputs):
     """A bundled workload on a cluster."""
 
     workload: str = "digits-mlp"
-    """What to train: digits-mlp, digits-cnn, fashion-cnn, matrix-factorization, svm, quadratic, or your own:
-    ./mine.py:MyWorkload, a class with make_module, loss and train (docs/workloads.md)."""
+    """What to train: digits-mlp, digits-cnn, fashion-cnn, char-transformer:width=64,layers=2, matrix-factorization,
+    svm, quadratic, or your own: ./mine.py:MyWorkload, a class with make_module, loss and train (docs/workloads.md)."""
     cluster: str = "steady"
     """Who is slow, and when: steady, one-slow:factor=4, random-slowdown:factor=6, factors:by_worker=1:1:4,
     lognormal:sigma=0.5, pareto:shape=2, bursts:length=20, replay:file=runs/x, each with compute_s, latency_s,

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from difflib import get_close_matches
-
 from paceline import user_code
+from paceline.core import spec
 from paceline.errors import ConfigError
 from paceline.workloads.base import Workload, own
-from paceline.workloads.digits import digits_cnn, digits_mlp
-from paceline.workloads.factorization import matrix_factorization
-from paceline.workloads.fashion import fashion_cnn
-from paceline.workloads.quadratic import quadratic
-from paceline.workloads.svm import svm
+from paceline.workloads.catalogue_entry import WorkloadSpec
+from paceline.workloads.characters import CharTransformer
+from paceline.workloads.digits import DigitsCNN, DigitsMLP
+from paceline.workloads.factorization import MatrixFactorization
+from paceline.workloads.fashion import FashionCNN
+from paceline.workloads.quadratic import Quadratic
+from paceline.workloads.svm import SVM
 
-CATALOGUE: dict[str, Callable[[], Workload]] = {
-    "digits-mlp": digits_mlp,
-    "digits-cnn": digits_cnn,
-    "fashion-cnn": fashion_cnn,
-    "matrix-factorization": matrix_factorization,
-    "svm": svm,
-    "quadratic": quadratic,
-}
+BUNDLED = (DigitsMLP, DigitsCNN, FashionCNN, CharTransformer, MatrixFactorization, SVM, Quadratic)
+CATALOGUE: dict[str, type[WorkloadSpec]] = {entry.name: entry for entry in BUNDLED}
 
 
 def load(workload: str | Workload) -> Workload:
@@ -32,11 +26,7 @@ def load(workload: str | Workload) -> Workload:
         raise ConfigError(f"a workload is a text like 'digits-mlp' or a Workload, got {workload!r}")
     if user_code.names_a_file(workload):
         return own(workload)
-    if workload not in CATALOGUE:
-        near = get_close_matches(workload, CATALOGUE, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown workload {workload!r}{hint} (known: {', '.join(CATALOGUE)}, or FILE.py:NAME)")
-    return CATALOGUE[workload]()
+    return spec.parse(workload, CATALOGUE, "workload").make()
 
 
 __all__ = ["CATALOGUE", "Workload", "load"]

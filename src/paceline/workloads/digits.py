@@ -6,7 +6,9 @@ The MLP is 64-64-10; the CNN has two small convolutions, the second one with a s
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.base import Data, Workload
+from paceline.workloads.catalogue_entry import WorkloadSpec
 
 TEST_SAMPLES = 360
 FILE = "datasets/data/digits.csv.gz"
@@ -49,30 +52,42 @@ def _table() -> NDArray[np.float32]:
     return np.column_stack([images, labels]).astype(np.float32)
 
 
-def digits_mlp() -> Workload:
-    train, test = load_digits()
-    return Workload(
-        name="digits-mlp",
-        make_module=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
-        loss=nn.functional.cross_entropy,
-        train=train,
-        test=test,
-        batch=32,
-        optimizer="sgd:lr=0.1",
-    )
+@dataclass(frozen=True)
+class DigitsMLP(WorkloadSpec):
+    """scikit-learn's 1 797 digits and a network of one hidden layer."""
+
+    name: ClassVar[str] = "digits-mlp"
+
+    def make(self) -> Workload:
+        train, test = load_digits()
+        return Workload(
+            name=str(self),
+            make_module=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
+            loss=nn.functional.cross_entropy,
+            train=train,
+            test=test,
+            batch=32,
+            optimizer="sgd:lr=0.1",
+        )
 
 
-def digits_cnn() -> Workload:
-    (train_x, train_y), (test_x, test_y) = load_digits()
-    return Workload(
-        name="digits-cnn",
-        make_module=small_cnn,
-        loss=nn.functional.cross_entropy,
-        train=(train_x.view(-1, 1, 8, 8), train_y),
-        test=(test_x.view(-1, 1, 8, 8), test_y),
-        batch=32,
-        optimizer="sgd:lr=0.1,momentum=0.9",
-    )
+@dataclass(frozen=True)
+class DigitsCNN(WorkloadSpec):
+    """The same digits and two small convolutions."""
+
+    name: ClassVar[str] = "digits-cnn"
+
+    def make(self) -> Workload:
+        (train_x, train_y), (test_x, test_y) = load_digits()
+        return Workload(
+            name=str(self),
+            make_module=small_cnn,
+            loss=nn.functional.cross_entropy,
+            train=(train_x.view(-1, 1, 8, 8), train_y),
+            test=(test_x.view(-1, 1, 8, 8), test_y),
+            batch=32,
+            optimizer="sgd:lr=0.1,momentum=0.9",
+        )
 
 
 def small_cnn() -> nn.Module:

@@ -9,13 +9,16 @@ All parameters are matrices, so every optimizer can train it, Muon too.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.base import Data, Workload
+from paceline.workloads.catalogue_entry import WorkloadSpec
 from paceline.workloads.data_files import find, folders, read_bytes
 
 RANK = 8
@@ -43,24 +46,30 @@ class Factorization(nn.Module):
         return usual + product
 
 
-def matrix_factorization() -> Workload:
-    path = find("u.data", folders("ml-100k"))
-    pairs, ratings = read_ratings(path) if path is not None else low_rank()
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))
-    test, train = order.split([math.ceil(TEST_SHARE * len(order)), len(order) - math.ceil(TEST_SHARE * len(order))])
-    users, films = (int(number) + 1 for number in pairs.amax(0))
-    mean = ratings[train].mean().item()
-    return Workload(
-        name="matrix-factorization",
-        make_module=lambda: Factorization(users, films, mean),
-        loss=nn.functional.mse_loss,
-        train=(pairs[train], ratings[train]),
-        test=(pairs[test], ratings[test]),
-        batch=64,
-        optimizer="adam:lr=0.03",
-        metrics=("loss",),
-        data=f"{len(pairs)} ratings of {path}" if path is not None else f"{len(pairs)} synthetic low-rank ratings",
-    )
+@dataclass(frozen=True)
+class MatrixFactorization(WorkloadSpec):
+    """Ratings as the product of two thin matrices."""
+
+    name: ClassVar[str] = "matrix-factorization"
+
+    def make(self) -> Workload:
+        path = find("u.data", folders("ml-100k"))
+        pairs, ratings = read_ratings(path) if path is not None else low_rank()
+        order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))
+        test, train = order.split([math.ceil(TEST_SHARE * len(order)), len(order) - math.ceil(TEST_SHARE * len(order))])
+        users, films = (int(number) + 1 for number in pairs.amax(0))
+        mean = ratings[train].mean().item()
+        return Workload(
+            name=str(self),
+            make_module=lambda: Factorization(users, films, mean),
+            loss=nn.functional.mse_loss,
+            train=(pairs[train], ratings[train]),
+            test=(pairs[test], ratings[test]),
+            batch=64,
+            optimizer="adam:lr=0.03",
+            metrics=("loss",),
+            data=f"{len(pairs)} ratings of {path}" if path is not None else f"{len(pairs)} synthetic low-rank ratings",
+        )
 
 
 def read_ratings(path: Path) -> Data:

@@ -5,12 +5,15 @@ The images are not in the package: Debian's `dataset-fashion-mnist` has them, or
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.base import Data, Workload
+from paceline.workloads.catalogue_entry import WorkloadSpec
 from paceline.workloads.data_files import find, folders, read_idx
 
 FOLDER = "fashion-mnist"
@@ -45,14 +48,20 @@ def fashion_model() -> nn.Module:
     return nn.Sequential(*features, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
 
 
-def fashion_cnn() -> Workload:
-    train, (images, labels) = load_fashion()
-    return Workload(
-        name="fashion-cnn",
-        make_module=fashion_model,
-        loss=nn.functional.cross_entropy,
-        train=train,
-        test=(images[:TEST_SAMPLES], labels[:TEST_SAMPLES]),
-        batch=32,
-        optimizer="sgd:lr=0.05,momentum=0.9",
-    )
+@dataclass(frozen=True)
+class FashionCNN(WorkloadSpec):
+    """Fashion-MNIST and two convolutions."""
+
+    name: ClassVar[str] = "fashion-cnn"
+
+    def make(self) -> Workload:
+        train, (images, labels) = load_fashion()
+        return Workload(
+            name=str(self),
+            make_module=fashion_model,
+            loss=nn.functional.cross_entropy,
+            train=train,
+            test=(images[:TEST_SAMPLES], labels[:TEST_SAMPLES]),
+            batch=32,
+            optimizer="sgd:lr=0.05,momentum=0.9",
+        )

@@ -8,11 +8,14 @@ from weight decay. A gradient touches only the words of its batch, but is sent d
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.workloads.base import Workload
+from paceline.workloads.catalogue_entry import WorkloadSpec
 
 WORDS, WORDS_IN_TEXT = 2000, 30
 TRAIN_SAMPLES, TEST_SAMPLES = 6000, 1500
@@ -33,21 +36,27 @@ class SparseLinear(nn.Module):
         return torch.stack([-score, score], 1)
 
 
-def svm() -> Workload:
-    generator = torch.Generator().manual_seed(0)
-    samples = TRAIN_SAMPLES + TEST_SAMPLES
-    often = 1.0 / torch.arange(10.0, WORDS + 10)
-    words = torch.multinomial(often.expand(samples, -1), WORDS_IN_TEXT, generator=generator)
-    telling = torch.rand(WORDS, generator=generator) < TELLING_SHARE
-    meaning = torch.randn(WORDS, generator=generator) * telling
-    score = meaning[words].sum(1) / math.sqrt(WORDS_IN_TEXT)
-    label = (score + NOISE * torch.randn(samples, generator=generator) > 0).long()
-    return Workload(
-        name="svm",
-        make_module=SparseLinear,
-        loss=nn.functional.cross_entropy,
-        train=(words[:TRAIN_SAMPLES], label[:TRAIN_SAMPLES]),
-        test=(words[TRAIN_SAMPLES:], label[TRAIN_SAMPLES:]),
-        batch=32,
-        optimizer="adagrad:lr=0.3,weight_decay=0.00001",
-    )
+@dataclass(frozen=True)
+class SVM(WorkloadSpec):
+    """A linear classifier of synthetic sparse texts."""
+
+    name: ClassVar[str] = "svm"
+
+    def make(self) -> Workload:
+        generator = torch.Generator().manual_seed(0)
+        samples = TRAIN_SAMPLES + TEST_SAMPLES
+        often = 1.0 / torch.arange(10.0, WORDS + 10)
+        words = torch.multinomial(often.expand(samples, -1), WORDS_IN_TEXT, generator=generator)
+        telling = torch.rand(WORDS, generator=generator) < TELLING_SHARE
+        meaning = torch.randn(WORDS, generator=generator) * telling
+        score = meaning[words].sum(1) / math.sqrt(WORDS_IN_TEXT)
+        label = (score + NOISE * torch.randn(samples, generator=generator) > 0).long()
+        return Workload(
+            name=str(self),
+            make_module=SparseLinear,
+            loss=nn.functional.cross_entropy,
+            train=(words[:TRAIN_SAMPLES], label[:TRAIN_SAMPLES]),
+            test=(words[TRAIN_SAMPLES:], label[TRAIN_SAMPLES:]),
+            batch=32,
+            optimizer="adagrad:lr=0.3,weight_decay=0.00001",
+        )
