@@ -1,6 +1,10 @@
-"""What paceline logs is on standard error, as without pytest, which would keep it from the forks of a test."""
+"""What paceline logs is on standard error, as without pytest, which would keep it from the forks of a test.
+
+A shell that starts the suite in the background has it ignore SIGINT; tests, and what they start, hear it all the same.
+"""
 
 import logging
+import signal
 
 
 class LastResort(logging.Handler):
@@ -12,3 +16,4 @@ class LastResort(logging.Handler):
 
 
 logging.getLogger("paceline").addHandler(LastResort(logging.WARNING))
+signal.signal(signal.SIGINT, signal.default_int_handler)
