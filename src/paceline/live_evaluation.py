@@ -9,9 +9,9 @@ worker 0 logs its results: these end the run. Decision 34.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from paceline.run import Point
 from paceline.workloads.base import Workload
+
+logger = logging.getLogger(__name__)
 
 MOST = 64
 """So many copies are kept; when there is one more, every second one goes."""
@@ -136,7 +138,7 @@ class LiveEvaluation:
                 if numbers := self._copies.numbers():
                     self._evaluate(numbers[-1])
         except Exception as error:
-            print(f"evaluating failed, so the run will not end at its target: {error!r}", file=sys.stderr)
+            logger.warning(f"evaluating failed, so the run will not end at its target: {error!r}")
             return 1
 
     def _evaluate(self, number: int) -> Point | None:

@@ -95,7 +95,25 @@ def test_no_file_is_long() -> None:
     assert {path: length for path, length in lengths.items() if length > MOST_LINES} == {}
 
 
+def prints(source: str) -> list[str]:
+    """The functions that call `print`."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    calls = {each.name: [node for node in ast.walk(each) if isinstance(node, ast.Call)] for each in functions}
+    return [name for name, made in calls.items() if any(ast.unparse(call.func) == "print" for call in made)]
+
+
+def test_the_library_logs_and_the_command_line_prints() -> None:
+    """A process that ends prints why, as Python does; the driver of a script prints what its workers print."""
+    programs = [PACKAGE / "cli.py", *(PACKAGE / "commands").rglob("*.py"), *(PACKAGE / "bench").rglob("*.py")]
+    library = {path: prints(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - set(programs)}
+    assert {path.stem: found for path, found in library.items() if found} == {
+        "process_setup": ["run_worker", "print_failure"],
+        "worker_output": ["print_error"],
+    }
+
+
 def test_these_tests_can_fail() -> None:
+    assert prints("def f():\n    return 1 if print(2) else 3\n\ndef g():\n    log.print(4)\n") == ["f"]
     source = """
 class Part:
     def __init__(self, owner: Owner) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 import torch
 
 from paceline.core.messages import Role
-from paceline.errors import PacelineError
 from paceline.runtime.live.server.server import serve
 from paceline.runtime.live.system.process_setup import (
     JOINED,
@@ -24,6 +22,7 @@ from paceline.runtime.live.system.process_setup import (
     die_with,
     leave_signals_to_the_driver,
     let_the_driver_end_us,
+    print_failure,
 )
 
 
@@ -112,10 +111,8 @@ def fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Chi
             # What was here before the fork stays: looking through it again and again would copy its pages.
             gc.freeze()
             code = run()
-        except PacelineError as error:
-            print(f"{role} {rank} failed: {error}", file=sys.stderr)
-        except BaseException:
-            print(f"{role} {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
+        except BaseException as error:
+            print_failure(f"{role} {rank}", error)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

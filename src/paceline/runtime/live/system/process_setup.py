@@ -110,13 +110,18 @@ def run_worker(rank: int, work: Callable[[], object], leave: Callable[[bool], No
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if stop.code is not None and not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
-    except PacelineError as error:
-        print(f"worker {rank}: {error}", file=sys.stderr)
+    except BaseException as error:
+        print_failure(f"worker {rank}", error)
         code = 2 if isinstance(error, ConfigError) else 1
-    except BaseException:
-        print(f"worker {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")
-        code = 1
     leave(code == 0)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def print_failure(process: str, error: BaseException) -> None:
+    """Prints what ends this process: an error of paceline's in one line, another as Python would."""
+    if isinstance(error, PacelineError):
+        print(f"{process}: {error}", file=sys.stderr)
+    else:
+        print(f"{process} failed:\n{traceback.format_exc()}", file=sys.stderr, end="")

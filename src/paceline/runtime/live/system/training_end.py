@@ -6,8 +6,10 @@ itself and goes on with what stands after them: its training is over, and furthe
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
+
+logger = logging.getLogger(__name__)
 
 VAIN_S = 60.0
 """How long a script may go on to ask for steps and samples: one that loops until enough steps are done never ends."""
@@ -38,9 +40,8 @@ class TrainingEnd:
     def check(self) -> None:
         """A step or a sample is asked for in vain: ends the script if that has gone on for long."""
         if self.at_s is not None and time.monotonic() - self.at_s > VAIN_S:
-            print(
+            logger.warning(
                 f"the run has ended {VAIN_S:g} s ago, and the script still trains: it is ended now "
-                "(a loop that looks at opt.done has to end when that is true)",
-                file=sys.stderr,
+                "(a loop that looks at opt.done has to end when that is true)"
             )
             raise Stopped
