@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from paceline import simulate
 from paceline.core.actions import Apply
-from paceline.core.events import ViewChanged
+from paceline.core.events import GradientReady, ParametersArrived
 
 WORKERS = 16
 POLICIES = ("asp", "ssp", "dssp", "pssp", "elastic", "specsync", "waiting")
+"""Those that step on arrival; any policy may be named."""
 
 
 class Row(NamedTuple):
@@ -36,9 +37,9 @@ def measure(policy: str) -> Row:
         "digits-mlp", policy, workers=WORKERS, cluster="one-slow:factor=4", iterations=60, optimizer="sgd:lr=1.0",
         batch=8, seed=0,
     )  # fmt: skip
-    views = [record.event for record in run.trace if isinstance(record.event, ViewChanged)]
-    done_s = min(event.at for event in views if len(event.view.members) < WORKERS)
-    before = [point for point in run.history if point.time_s <= done_s]
+    own = (GradientReady, ParametersArrived)  # the latter only where there are servers
+    last_s = {record.node: record.event.at for record in run.trace if isinstance(record.event, own)}
+    before = [point for point in run.history if point.time_s <= min(last_s.values())]
     steps = [action for record in run.trace for action in record.actions if isinstance(action, Apply)]
     weights = frozenset(step.weight for step in steps)
     return Row(policy, before[-1].accuracy or 0.0, run.history[-1].accuracy or 0.0, weights)
@@ -50,9 +51,9 @@ def rows(policies: Sequence[str] = POLICIES) -> Iterator[Row]:
 
 
 def main() -> None:
-    print(f"{'policy':12} {'first worker done':>18} {'end':>8}   accuracy, digits-mlp, {WORKERS} workers")
+    print(f"{'policy':36} {'first worker done':>18} {'end':>8}   accuracy, digits-mlp, {WORKERS} workers")
     for row in rows(sys.argv[1:] or POLICIES):
-        print(f"{row.policy:12} {row.first_done:18.3f} {row.end:8.3f}")
+        print(f"{row.policy:36} {row.first_done:18.3f} {row.end:8.3f}")
 
 
 if __name__ == "__main__":
