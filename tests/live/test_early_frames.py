@@ -29,11 +29,11 @@ from paceline.runtime.live.protocol.envelope import wrap
 from paceline.runtime.live.server import remote_memory as receiving_side
 from paceline.runtime.live.server.early_frames import EarlyFrameBuffer
 from paceline.runtime.live.server.remote_workers import RemoteWorkers
-from paceline.runtime.live.worker import remote_server_link as sending_side
+from paceline.runtime.live.worker import outgoing_frames as sending_side
 from paceline.runtime.live.worker.early_frames import EarlyFrameSender
 from paceline.runtime.live.worker.remote_server_link import EarlyServerLink, RemoteServerLink
 from paceline.tensors.layout import Entry, Layout
-from paceline.tensors.wire_precision import WrongFrames
+from paceline.tensors.wire_codecs import WrongFrames
 from tests.live.test_remote_workers import LOCAL, OPEN, driver_of, far, live, meanwhile, my_links, tcp_connections
 
 SMALL = 1 << 10
@@ -448,8 +448,8 @@ def test_another_number_of_servers() -> None:
     assert_equal(train_with(False, load("steady:compute_s=0")), run)
 
 
-@pytest.mark.parametrize("way", ["bfloat16", "float16"])
-def test_halves_leave_at_the_step(way: str) -> None:
+@pytest.mark.parametrize("way", ["bfloat16", "int4"])
+def test_codes_leave_at_the_step(way: str) -> None:
     def work() -> None:
         module = model()
         opt = paceline.Optimizer(torch.optim.SGD(module.parameters(), lr=0.01), model=module, overlap=True)
@@ -477,7 +477,7 @@ def test_frames_are_whole_when_all_their_tensors_are_staged() -> None:
 
 def test_a_server_keeps_one_attempt_and_each_frame_once() -> None:
     places = [torch.zeros(2), torch.zeros(3)]
-    kept = EarlyFrameBuffer(places, torch.float32)
+    kept = EarlyFrameBuffer([piece.nbytes for piece in places])
     frames = [memoryview(bytes([number]) * 8) for number in range(4)]
     kept.take(wire.Staged(5, 1, 0), frames[:1])
     kept.take(wire.Staged(5, 1, 0), frames[1:2])

@@ -24,7 +24,6 @@ from paceline.tensors import wire_precision
 LOOPBACK = "127.0.0.1"
 WAYS = (("float32", False), ("float32", True), ("bfloat16", False))
 """The ways in which paceline is measured: how floats are sent, and whether with keys."""
-ITEMSIZE = {"float32": 4, **{name: dtype.itemsize for name, dtype in wire_precision.HALVES.items()}}
 
 
 def run(sizes: list[int], workers: int, rounds: int, optimizer: str, say: Callable[[str], None]) -> list[Row]:
@@ -55,7 +54,10 @@ def _rows(params: int, workers: int, rounds: int, options: dict[str, Any], say: 
     values = [medians.pop(name) for name in ours]
     rows = []
     for (wire, keys), value in zip(WAYS, values, strict=True):
-        floor, ratio = max(bandwidths) / (2 * ITEMSIZE[wire] * params), value / max(medians.values())
+        floor, ratio = (
+            max(bandwidths) / (2 * wire_precision.bytes_per_float(wire) * params),
+            value / max(medians.values()),
+        )
         beside = (value, "pushes/s", medians, ratio, floor, None, None)
         rows.append(Row("asp", options["optimizer"], params, workers, "tcp", wire, keys, *beside))
     return rows

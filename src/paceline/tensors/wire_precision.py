@@ -1,10 +1,10 @@
-"""How floats travel between hosts: as they are, or as halves with error feedback.
+"""How floats travel between hosts: as they are, or in a code with fewer bits, with error feedback.
 
 A part of a flat vector travels as frames: buffers of bounded length, in the order of the vector (`frame_ranges`). As
-floats are, frames are the vector's own memory, at either end. As "bfloat16" or "float16" they are half as long (a
-quarter, if the model is in float64), and what rounding leaves out of a gradient is not lost: it is kept and added to
-the next one (error feedback: Seide et al. 2014; Karimireddy et al. 2019). Parameters are rounded without it: each
-time they come from the whole ones, which the servers keep.
+floats are, frames are the vector's own memory, at either end. In a code (`wire_codecs`) they are shorter, and what the
+code leaves out of a gradient is not lost: it is kept and added to the next one (error feedback: Seide et al. 2014;
+Karimireddy et al. 2019). Of parameters the difference is sent from what the receiver has, so that what the code left
+out of the last answer is in the next.
 """
 
 from __future__ import annotations
@@ -15,40 +15,57 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.core import spec
 from paceline.errors import ConfigError
 from paceline.tensors.assignment import Ranges
 from paceline.tensors.layout import Layout, Part
 from paceline.tensors.shard_optimizer import PIECE
+from paceline.tensors.wire_codecs import CODECS, HalfCodec, WireCodec, WrongFrames
 
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 UNCHANGED = "float32"
-WIRES = (UNCHANGED, *HALVES)
+"""Floats as they are, of whatever length."""
 AT_ONCE = 1 << 17
-"""So many elements are rounded together, so that they stay in a cache."""
+"""So many elements are coded together, so that they stay in a cache."""
 
 
-class WrongFrames(ValueError):
-    """Frames do not fit the part that they are said to be."""
+def codec_of(wire: str) -> WireCodec | None:
+    """Returns the code with this text form; None if floats travel as they are."""
+    if wire == UNCHANGED:
+        return None
+    if wire.partition(":")[0] not in CODECS:
+        raise ConfigError(f"unknown wire {wire!r} (known: {', '.join((UNCHANGED, *CODECS))})")
+    return spec.parse(wire, CODECS, "wire")
 
 
 def check_wire(wire: str) -> str:
-    if wire not in WIRES:
-        raise ConfigError(f"unknown wire {wire!r} (known: {', '.join(WIRES)})")
+    codec_of(wire)
     return wire
 
 
-def dtype_on_wire(wire: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type that floats of `dtype` have on the wire."""
-    return HALVES.get(check_wire(wire), dtype)
+def bytes_per_float(wire: str) -> float:
+    """Returns how long a float32 is on the wire, in the mean."""
+    codec = codec_of(wire)
+    return 4.0 if codec is None else codec.nbytes(AT_ONCE) / AT_ONCE
 
 
-def frame_ranges(layout: Layout, part: Part, longest: int, itemsize: int) -> Ranges:
-    """Returns which ranges of the vector are one frame each, `longest` bytes at most and `itemsize` for an element.
+def dtype_of_peers(wire: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type that parameters of `dtype` have between peers, which send them whole."""
+    codec = codec_of(wire)
+    if codec is None:
+        return dtype
+    if not isinstance(codec, HalfCodec):
+        halves = " or ".join(name for name, kind in CODECS.items() if issubclass(kind, HalfCodec))
+        raise ConfigError(f"peers send each other whole parameters, for which wire {wire} is too coarse: use {halves}")
+    return codec.half
+
+
+def frame_ranges(layout: Layout, part: Part, longest: int, codec: WireCodec | None = None) -> Ranges:
+    """Returns which ranges of the vector are one frame each, of `longest` bytes at most if floats are as they are.
 
     They begin and end where the optimizer's pieces do, as far as these fit into a frame: a piece can then be stepped
     with as it came.
     """
-    most = max(1, longest // itemsize)
+    most = max(1, longest // layout.itemsize) if codec is None else AT_ONCE
     found: list[tuple[int, int]] = []
     for piece in layout.pieces(part, PIECE):
         start, stop = piece.start, piece.start + piece.length
@@ -59,25 +76,14 @@ def frame_ranges(layout: Layout, part: Part, longest: int, itemsize: int) -> Ran
     return tuple(found)
 
 
-def split_frames(vector: Tensor, ranges: Ranges, longest: int, itemsize: int) -> list[Tensor]:
-    """Returns these ranges of a vector as views that are one frame each, or several where one would be too long."""
-    count = max(1, longest // itemsize)
-    return [piece for start, stop in ranges for piece in vector[start:stop].split(count)]
-
-
 def memory_of(pieces: Sequence[Tensor]) -> list[memoryview]:
     """Returns the memory of these pieces, read when it is used."""
     return [piece.view(torch.uint8).numpy().data for piece in pieces]
 
 
 def check_frames(frames: Sequence[memoryview], pieces: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Refuses frames that do not fill these pieces exactly."""
-    if len(frames) != len(pieces):
-        raise WrongFrames(f"{len(frames)} frames came, {len(pieces)} were to come")
-    for number, (frame, piece) in enumerate(zip(frames, pieces, strict=True)):
-        nbytes, wanted = frame.nbytes, piece.numel() * dtype.itemsize
-        if nbytes != wanted:
-            raise WrongFrames(f"frame {number} has {nbytes} bytes, {wanted} were to come")
+    """Refuses frames of `dtype` that do not fill these pieces exactly."""
+    check_lengths(frames, [piece.numel() * dtype.itemsize for piece in pieces])
 
 
 def fill(pieces: Sequence[Tensor], frames: Sequence[memoryview], dtype: torch.dtype) -> None:
@@ -87,32 +93,62 @@ def fill(pieces: Sequence[Tensor], frames: Sequence[memoryview], dtype: torch.dt
         piece.copy_(torch.frombuffer(frame, dtype=dtype))
 
 
-class ErrorFeedback:
-    """Rounds gradients to 16 bits, and adds what was left out to the next ones.
+def tensor_of(frame: memoryview) -> Tensor:
+    """Returns these bytes as a tensor of uint8."""
+    return torch.frombuffer(frame, dtype=torch.uint8) if frame.nbytes else torch.empty(0, dtype=torch.uint8)
 
-    Both vectors are over all parameters, so that what was left out stays where it belongs when the servers change. What
+
+def check_lengths(frames: Sequence[memoryview], wanted: Sequence[int]) -> None:
+    """Refuses frames that do not have exactly these lengths."""
+    if len(frames) != len(wanted):
+        raise WrongFrames(f"{len(frames)} frames came, {len(wanted)} were to come")
+    for number, (frame, nbytes) in enumerate(zip(frames, wanted, strict=True)):
+        if frame.nbytes != nbytes:
+            raise WrongFrames(f"frame {number} has {frame.nbytes} bytes, {nbytes} were to come")
+
+
+def decode(codec: WireCodec, frames: Sequence[memoryview], places: Sequence[Tensor]) -> None:
+    """Writes what these frames stand for into their places."""
+    check_lengths(frames, [codec.nbytes(len(place)) for place in places])
+    for frame, place in zip(frames, places, strict=True):
+        codec.decode(tensor_of(frame), place)
+
+
+def send_difference(codec: WireCodec, values: Tensor, held: Tensor) -> Tensor:
+    """Returns, in a code, what is missing from `held` to be `values`, and has `held` be what its reader then has."""
+    coded = codec.encode(values - held)
+    add_difference(codec, coded, held)
+    return coded
+
+
+def add_difference(codec: WireCodec, coded: Tensor, held: Tensor) -> None:
+    difference = torch.empty_like(held)
+    codec.decode(coded, difference)
+    held.add_(difference)
+
+
+class ErrorFeedback:
+    """Codes gradients, and adds what was left out to the next ones.
+
+    What was left out is kept for all parameters, so that it stays where it belongs when the servers change. What
     a push that is refused, skipped or dropped had left out stays for the next; what it had sent is gone with it, as
-    without rounding.
+    without a code.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, half: torch.dtype) -> None:
-        self.rounded = torch.empty(numel, dtype=half)
+    def __init__(self, numel: int, dtype: torch.dtype, codec: WireCodec) -> None:
         self.residual = torch.zeros(numel, dtype=dtype)
-        self.largest = torch.finfo(half).max
+        self.codec = codec
 
-    def round(self, gradient: Tensor, part: Ranges) -> None:
-        """Sets `rounded` to this part of the gradient plus what was left out before, as far as 16 bits can hold it."""
-        for start, stop in part:
-            for first in range(start, stop, AT_ONCE):
-                here = slice(first, min(first + AT_ONCE, stop))
-                self._round(gradient[here], self.rounded[here], self.residual[here])
+    def encode(self, gradient: Tensor, ranges: Ranges) -> list[Tensor]:
+        """Returns these ranges of the gradient, plus what was left out before, in the code, as far as it can say it."""
+        return [self._encode(gradient[start:stop], self.residual[start:stop]) for start, stop in ranges]
 
-    def _round(self, gradient: Tensor, rounded: Tensor, residual: Tensor) -> None:
+    def _encode(self, gradient: Tensor, residual: Tensor) -> Tensor:
         residual.add_(gradient)
-        rounded.copy_(residual)
-        if not math.isfinite(rounded.sum().item()):
-            # Beyond what a half can say: the largest goes, the rest stays. NaN does not stay; who computes one does
-            # not push it.
-            residual.nan_to_num_(0.0)
-            rounded.copy_(residual.clamp(-self.largest, self.largest))
-        residual.sub_(rounded)
+        if not math.isfinite(residual.sum().item()):
+            residual.nan_to_num_(0.0)  # NaN does not stay; who computes one does not push it
+        sent = torch.empty_like(residual)
+        coded = self.codec.encode(residual)
+        self.codec.decode(coded, sent)
+        residual.sub_(sent)
+        return coded

@@ -31,6 +31,7 @@ from paceline.runtime.live.storage import endpoints
 from paceline.runtime.live.storage.process_keys import find_keys
 from paceline.tensors import wire_precision
 from paceline.tensors.layout import Layout
+from paceline.tensors.wire_codecs import WrongFrames
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class RemoteNeighbours:
         self.me = me
         self.session = session_name(config.run, me)
         self.inbox = inbox
-        self.dtype = wire_precision.dtype_on_wire(multihost.wire, layout.torch_dtype)
+        self.dtype = wire_precision.dtype_of_peers(multihost.wire, layout.torch_dtype)
         """The precision in which parameters travel."""
         self.waiter = waiter
         largest = layout.numel * layout.itemsize + FRAME
@@ -101,7 +102,7 @@ class RemoteNeighbours:
                 raise MessageRefused("it was for another run, or another peer")
             if self._channel(sender).accept(numbered) and numbered.number:
                 said = self._unpack(sender, numbered, frames)
-        except (*wire.BAD_MESSAGE, wire_precision.WrongFrames, MessageRefused) as error:
+        except (*wire.BAD_MESSAGE, WrongFrames, MessageRefused) as error:
             self._refuse(name, str(error))
             if not isinstance(error, MessageRefused):
                 self.listener.disconnect(name)

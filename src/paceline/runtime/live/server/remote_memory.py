@@ -8,8 +8,8 @@ only after it has arrived. So nothing is copied for sending.
                          in that vector); where the kernel takes what is sent at once (`messaging/tcp_transport.py`) no
                          such vector is needed, and parameters leave from where they are stepped: an answer that is sent
                          a second time then holds what they are by then
-    halves               parameters are rounded by writing them into a vector of halves, and gradients are widened into
-                         another
+    in a code            gradients are decoded into a vector, and answers are differences from what the worker has
+                         (`server/coded_answers.py`)
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.core.messages import Parameters
 from paceline.runtime.live.messaging.remote_links import FRAME
+from paceline.runtime.live.protocol.wire import CodedParameters
+from paceline.runtime.live.server.coded_answers import CodedAnswers
 from paceline.runtime.live.server.early_frames import EarlyFrameBuffer
 from paceline.runtime.live.server.shard_state import ShardState
 from paceline.runtime.live.server.worker_buffer import (
     ParameterCopy,
     Reply,
     SegmentBuffer,
-    SeparateBuffer,
     SharedParameters,
     SpareBuffer,
     WorkerBuffer,
@@ -73,37 +75,41 @@ class RemoteMemory:
     def __init__(self, state: ShardState, wire: str, at_once: bool, reply: Reply) -> None:
         """`at_once`: the kernel takes what is sent at once."""
         layout, part, optimizer = state.layout, state.part, state.optimizer
+        codec = wire_precision.codec_of(wire)
         keep_freed(4 * layout.numel * layout.itemsize)
-        self.dtype = wire_precision.dtype_on_wire(wire, layout.torch_dtype)
-        """The type of floats on the wire."""
-        ranges = wire_precision.frame_ranges(layout, part, FRAME, self.dtype.itemsize)
-        is_exact = self.dtype == layout.torch_dtype
-        leaving = anonymous(layout, self.dtype)
-        arriving = leaving if is_exact else anonymous(layout, layout.torch_dtype)
-        outgoing = ranges_of(leaving, ranges)
-        parameters: SharedParameters = ParameterCopy(leaving, part, optimizer)
-        self.passing = is_exact and at_once
-        """Whether the parameters leave from where they are stepped."""
-        if self.passing:
-            outgoing = list(optimizer.values.split([stop - start for start, stop in ranges]))
-            parameters = SharedParameters()
-        self.frames = wire_precision.memory_of(outgoing)
-        """The parameters, as they leave."""
+        ranges = wire_precision.frame_ranges(layout, part, FRAME, codec)
+        arriving = anonymous(layout)
         self.places = ranges_of(arriving, ranges)
         """What each frame of a gradient has to fill."""
-        self.early = EarlyFrameBuffer(self.places, self.dtype)
+        self.lengths = [
+            layout.itemsize * len(place) if codec is None else codec.nbytes(len(place)) for place in self.places
+        ]
+        """How many bytes each has."""
+        self.early = EarlyFrameBuffer(self.lengths)
         """What has come of a gradient that is still being computed."""
-        self.take: Callable[[Sequence[memoryview]], None] = partial(wire_precision.fill, self.places, dtype=self.dtype)
-        """Has the buffer's gradient be what came in these frames, which fit."""
-        within = find(optimizer.pieces, ranges, self.dtype.itemsize) if is_exact else None
         self.buffer: WorkerBuffer
+        self.take: Callable[[Sequence[memoryview]], None]
+        """Has the buffer's gradient be what came in these frames, which fit."""
+        self.answer: Callable[[Parameters, int], tuple[Parameters | CodedParameters, Sequence[memoryview]]]
+        """Returns the answer to a worker that holds the parameters of this number, and the frames behind it."""
+        stepped = list(optimizer.values.split([stop - start for start, stop in ranges]))
+        self.passing = codec is None and at_once
+        """Whether the parameters leave from where they are stepped."""
+        if codec is not None:
+            self.take = partial(wire_precision.decode, codec, places=self.places)
+            self.buffer = SpareBuffer(arriving, part, optimizer, SharedParameters(), reply)
+            self.answer = CodedAnswers(codec, stepped).answer
+            return
+        self.take = partial(wire_precision.fill, self.places, dtype=layout.torch_dtype)
+        leaving = wire_precision.memory_of(stepped if self.passing else self.places)
+        self.answer = lambda parameters, _: (parameters, leaving)
+        within = find(optimizer.pieces, ranges, layout.itemsize)
         if within is not None:
-            self.buffer = in_frames = FrameBuffer(within, self.dtype, parameters, reply)
+            parameters = SharedParameters() if self.passing else ParameterCopy(arriving, part, optimizer)
+            self.buffer = in_frames = FrameBuffer(within, layout.torch_dtype, parameters, reply)
             self.take = in_frames.take
-        elif not is_exact:
-            self.buffer = SeparateBuffer(arriving, part, optimizer, parameters, reply)
         elif self.passing:
-            self.buffer = SpareBuffer(arriving, part, optimizer, parameters, reply)
+            self.buffer = SpareBuffer(arriving, part, optimizer, SharedParameters(), reply)
         else:
             self.buffer = SegmentBuffer(arriving, part, optimizer, reply)
 
@@ -121,8 +127,8 @@ def find(pieces: Sequence[Piece], ranges: Ranges, itemsize: int) -> list[tuple[i
     return within
 
 
-def anonymous(layout: Layout, dtype: torch.dtype) -> Tensor:
+def anonymous(layout: Layout) -> Tensor:
     """Returns a vector over all parameters of which only what is written to takes memory."""
-    nbytes = max(layout.numel * dtype.itemsize, 1)
+    nbytes = max(layout.numel * layout.itemsize, 1)
     buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(buffer, dtype=dtype, count=layout.numel)
+    return torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)

@@ -31,6 +31,7 @@ from paceline.runtime.live.server.worker_buffer import WorkerBuffer
 from paceline.runtime.live.server.worker_buffers import WorkerBuffers
 from paceline.tensors import wire_precision
 from paceline.tensors.optimizers import check_hyper
+from paceline.tensors.wire_codecs import WrongFrames
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class RemoteWorker:
         """The iteration, and the attempt at it, that were asked for last."""
         self.answer: Parameters | None = None
         """What was answered to that."""
+        self.held = wire.NOTHING_HELD
+        """The number of the parameters that it has, where they travel in a code."""
 
 
 class RemoteWorkers:
@@ -119,7 +122,7 @@ class RemoteWorkers:
                 self.exchange(sender, worker, exchange, frames)
         except (MessageRefused, ConfigError, IllegalEvent) as error:
             self.refuse(name, str(error))
-        except (*wire.BAD_MESSAGE, wire_precision.WrongFrames) as error:
+        except (*wire.BAD_MESSAGE, WrongFrames) as error:
             self.refuse(name, str(error))
             self.listener.disconnect(name)  # it says again what it has said and is not answered
 
@@ -151,16 +154,17 @@ class RemoteWorkers:
         if request.hyper is not None:
             check_hyper(self.state.spec.groups, request.hyper)
         memory = self.memory_of(sender)
-        places = memory.places if pushes and not request.refusal else ()
-        wire_precision.check_frames(frames, places, memory.dtype)
+        lengths = memory.lengths if pushes and not request.refusal else ()
+        wire_precision.check_lengths(frames, lengths)
+        worker.held = request.held
         for part in request.messages:
             if isinstance(part, Pull):
                 self.pull(sender, worker, part)
             elif part.handle.iteration > worker.newest:
+                if lengths:
+                    memory.take(frames)
                 worker.newest = part.handle.iteration
                 memory.early.clear()
-                if places:
-                    memory.take(frames)
                 self.requests.take_push(part, request)
 
     def pull(self, sender: Process, worker: RemoteWorker, pull: Pull) -> None:
@@ -181,7 +185,8 @@ class RemoteWorkers:
         worker.answer = parameters
         memory = self.memory_of(sender)
         memory.buffer.release()
-        if self.send(b"%d:%d" % sender, wire.encode(parameters), memory.frames, memory.passing):
+        message, frames = memory.answer(parameters, worker.held)
+        if self.send(b"%d:%d" % sender, wire.encode(message), frames, memory.passing):
             self.unsent.discard(sender)
         else:
             self.unsent.add(sender)

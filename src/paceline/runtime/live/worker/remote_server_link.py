@@ -2,7 +2,7 @@
 
 To the worker it is a link like any other. Behind an `Exchange` that pushes a gradient go the gradient's frames; the
 frames behind `Parameters` are in the segment when the message is returned. Where nothing has to be decrypted or
-widened they are read straight into it: if the connection breaks meanwhile, part of them is there, as with a server of
+decoded they are read straight into it: if the connection breaks meanwhile, part of them is there, as with a server of
 this host that dies while it answers. An answer that nobody waits for any more, the question having been asked twice
 over a connection that broke, is ignored: its place may hold the next gradient by then.
 """
@@ -14,19 +14,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from paceline import private_files
 from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import printable
-from paceline.runtime.live.messaging.remote_links import FRAME, KeyPair, RemoteLink
+from paceline.runtime.live.messaging.remote_links import KeyPair, RemoteLink
 from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import Endpoint
 from paceline.runtime.live.protocol.envelope import unwrap, wrap
+from paceline.runtime.live.worker.coded_parameters import CodedParameters
 from paceline.runtime.live.worker.early_frames import EarlyFrameSender
 from paceline.runtime.live.worker.outgoing_frames import Frame, RemotePayload
 from paceline.tensors import wire_precision
 from paceline.tensors.assignment import Ranges
+from paceline.tensors.wire_codecs import WrongFrames
 
 logger = logging.getLogger(__name__)
+
+Answer = Parameters | wire.CodedParameters | wire.Fetched
 
 LINES = 3
 """How often it is logged that a message was refused."""
@@ -66,11 +72,12 @@ class RemoteServerLink:
 
     def assign(self, part: Ranges) -> None:
         payload = self.payload
-        self.ranges = wire_precision.frame_ranges(payload.layout, part, FRAME, payload.dtype.itemsize)
+        self.ranges = payload.frame_ranges(part)
         self.places = [payload.parameters[start:stop] for start, stop in self.ranges]
         """Where the frames of the parameters belong, and their memory."""
         self.memory = wire_precision.memory_of(self.places)
         self.outgoing = payload.outgoing(part, self.ranges)
+        self.coded = None if payload.codec is None else CodedParameters(payload.codec, self.places)
 
     def reconnect(self) -> bool:
         """Somebody may be there although the connection broke."""
@@ -95,6 +102,8 @@ class RemoteServerLink:
                     self.awaited, self.is_placed = part.iteration, False
                 elif not request.refusal:
                     frames = self.outgoing.of(part.handle)
+            if self.coded is not None:
+                request = msgspec.structs.replace(request, held=self.coded.number)
         self.link.send(*self.wrapped(request, frames))
 
     def wrapped(
@@ -107,23 +116,22 @@ class RemoteServerLink:
         if self.is_placed or list(lengths) != [len(place) for place in self.memory]:
             return None
         try:
-            parameters = self.opened(message)
+            answer = self.opened(message)
         except wire.BAD_MESSAGE:
             return None
-        self.is_placed = isinstance(parameters, Parameters)
+        self.is_placed = isinstance(answer, Parameters)
         return self.memory if self.is_placed else None
 
-    def opened(self, message: bytes) -> Parameters | wire.Fetched | None:
+    def opened(self, message: bytes) -> Answer | None:
         """Returns what is in this envelope, if it is for this worker and awaited."""
         envelope = unwrap(message)
         if (envelope.run, envelope.incarnation) != (self.run, self.incarnation):
             return None
-        opened: Parameters | wire.Fetched = wire.decode_from_shard(envelope.message)
-        if isinstance(opened, wire.Fetched) and opened.file != self.fetching:
-            return None
-        if isinstance(opened, Parameters) and (self.awaited == NOTHING or opened.iteration < self.awaited):
-            return None
-        return opened
+        opened: Answer = wire.decode_remote_answer(envelope.message)
+        if isinstance(opened, wire.Fetched):
+            return opened if opened.file == self.fetching else None
+        parameters = opened.parameters if isinstance(opened, wire.CodedParameters) else opened
+        return opened if self.awaited != NOTHING and parameters.iteration >= self.awaited else None
 
     def receive(self, timeout_s: float) -> Parameters | wire.Fetched | None:
         received = self.link.wait_for(timeout_s)
@@ -132,20 +140,29 @@ class RemoteServerLink:
         message, frames = received
         try:
             opened = self.opened(message)
+            if isinstance(opened, wire.CodedParameters):
+                opened = self.decode(opened, frames)
+            elif isinstance(opened, Parameters) and not self.is_placed:
+                wire_precision.fill(self.places, frames, self.payload.layout.torch_dtype)
             if isinstance(opened, Parameters):
-                if not self.is_placed:
-                    wire_precision.fill(self.places, frames, self.payload.dtype)
                 self.awaited = NOTHING
             elif opened is not None and not opened.error:
                 with open(self.folder / self.fetching, "wb", opener=private_files.opener) as file:
                     file.writelines(frames)
-        except (*wire.BAD_MESSAGE, wire_precision.WrongFrames) as error:
+        except (*wire.BAD_MESSAGE, WrongFrames) as error:
             self.refused += 1
             if self.refused <= LINES:
                 logger.warning(printable(f"refused what {self.link.address} sent: {error}"))
             self.link.disconnect()  # what was said and is not answered is said again
             return None
         return opened
+
+    def decode(self, answer: wire.CodedParameters, frames: Sequence[memoryview]) -> Parameters:
+        """Writes parameters that came in a code into the segment."""
+        if self.coded is None:
+            raise WrongFrames("the parameters are in a code, and were to come as they are")
+        self.coded.take(answer, frames)
+        return answer.parameters
 
     def close(self) -> None:
         self.link.close()

@@ -63,8 +63,8 @@ class ServerConnections:
         assert self.run.config.multihost is not None
         memory, multihost = self.memory, self.run.config.multihost
         gathered = None if multihost.keys else memory.gathered
-        dtype = wire_precision.dtype_on_wire(multihost.wire, memory.layout.torch_dtype)
-        return RemotePayload(memory.layout, memory.own, memory.gradient, gathered, dtype)
+        codec = wire_precision.codec_of(multihost.wire)
+        return RemotePayload(memory.layout, memory.own, memory.gradient, gathered, codec)
 
     # Links.
 
