@@ -10,7 +10,9 @@ from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.core.topology import EXACT, neighbours, unevenness
 from paceline.errors import ConfigError
+from paceline.tensors import wire_precision
 from paceline.tensors.layout import EPS
+from paceline.tensors.wire_codecs import CODECS, HalfCodec
 
 
 def refuse_servers(policy: Policy, servers: int | None, slicing: str) -> None:
@@ -19,6 +21,13 @@ def refuse_servers(policy: Policy, servers: int | None, slicing: str) -> None:
         raise ConfigError(f"servers={servers}: {policy} has no servers, leave it out")
     if slicing != EPS:
         raise ConfigError(f"slicing={slicing}: {policy} has no servers to cut the parameters for")
+
+
+def check_wire(policy: Policy, wire: str) -> None:
+    """Refuses a code in which whole parameters, which peers send each other, would be too coarse."""
+    if not isinstance(wire_precision.codec_of(wire), HalfCodec | None):
+        halves = " or ".join(name for name, kind in CODECS.items() if issubclass(kind, HalfCodec))
+        raise ConfigError(f"--wire {wire}: under {policy} workers send each other whole parameters, use {halves}")
 
 
 def check_places(cluster: Cluster, members: Members) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import peer_checks, policies
 from paceline.core.messages import Parameters
 from paceline.errors import ConfigError
 from paceline.runtime.live.protocol import wire
@@ -105,8 +106,11 @@ def test_an_unknown_wire_is_refused(wire: str, why: str) -> None:
 def test_peers_send_nothing_coarser_than_halves() -> None:
     assert wire_precision.dtype_of_peers("float32", torch.float64) is torch.float64
     assert wire_precision.dtype_of_peers("bfloat16", torch.float32) is torch.bfloat16
+    hop = policies.parse("hop:graph=ring")
+    for wire_text in ("float32", "bfloat16", "float16"):
+        peer_checks.check_wire(hop, wire_text)
     with pytest.raises(ConfigError, match="use bfloat16 or float16"):
-        wire_precision.dtype_of_peers("int8", torch.float32)
+        peer_checks.check_wire(hop, "int8")
 
 
 CODECS = [BFloat16(), Float16(), Int8(), Int4(), TopK(), TopK(share=0.5)]

@@ -117,6 +117,8 @@ class Counts:
 
     def __init__(self, slice_bytes: tuple[int, ...]) -> None:
         self.slice_bytes = slice_bytes
+        self.sent: dict[tuple[int, int], int] = {}
+        """(shard, worker) -> the bytes of its last push, which may be fewer than the slice's (`--wire`)."""
         self.computed: Counter[tuple[int, int]] = Counter()
         """(worker, incarnation) -> how many gradients it has recorded as computed."""
         self.pushed: Counter[tuple[int, int]] = Counter()
@@ -139,18 +141,23 @@ class Counts:
         again = type(event) is PullArrived and event.pull.attempt > 0
         if type(event) is PushArrived or type(event) is PushRejected:
             self.pushed_bytes += event.push.handle.nbytes
+            self.sent[shard, event.push.handle.source] = event.push.handle.nbytes
             if shard == 0:
                 self.take_push(event.push.handle)
         elif type(event) is ServersChanged:
             self.slice_bytes = event.nbytes
+            self.sent.clear()
         elif type(event) is ViewChanged and event.view.number > self.views.get(shard, NO_VIEW)[0]:
             self.views[shard] = (event.view.number, frozenset(event.view.members))
         for action in record.actions:
             kind = type(action)
-            if kind is Answer and again:
-                self.resync_bytes += self.slice_bytes[shard]
-            elif kind is Answer:
-                self.pulled_bytes += self.slice_bytes[shard]
+            if isinstance(action, Answer):
+                # An answer is as long as a push: the first, before any push, comes whole.
+                nbytes = self.sent.get((shard, action.parameters.worker), self.slice_bytes[shard])
+                if again:
+                    self.resync_bytes += nbytes
+                else:
+                    self.pulled_bytes += nbytes
             elif kind is Park:
                 self.parks += 1
             elif isinstance(action, Apply):

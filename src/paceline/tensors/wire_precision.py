@@ -51,12 +51,8 @@ def bytes_per_float(wire: str) -> float:
 def dtype_of_peers(wire: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the type that parameters of `dtype` have between peers, which send them whole."""
     codec = codec_of(wire)
-    if codec is None:
-        return dtype
-    if not isinstance(codec, HalfCodec):
-        halves = " or ".join(name for name, kind in CODECS.items() if issubclass(kind, HalfCodec))
-        raise ConfigError(f"peers send each other whole parameters, for which wire {wire} is too coarse: use {halves}")
-    return codec.half
+    assert codec is None or isinstance(codec, HalfCodec), "refused before the run began"
+    return dtype if codec is None else codec.half
 
 
 def frame_ranges(layout: Layout, part: Part, longest: int, codec: WireCodec | None = None) -> Ranges:

@@ -42,6 +42,8 @@ class PeerSetup:
         plan, members = self.plan, self.plan.members
         peer_checks.refuse_servers(policy, plan.servers_asked, plan.slicing)
         peer_checks.check_live_scenario(policy, plan.cluster, members)
+        if plan.multihost is not None:
+            peer_checks.check_wire(policy, plan.multihost.wire)
         self.graph = policy.topology(members.workers)
         if warning := peer_checks.warning_of(policy, members.workers):
             self.say(f"warning: {warning}")

@@ -140,6 +140,12 @@ class RemotePayload:
             self.outgoing = partial(SegmentFrames, gradient)
         keep_freed(4 * layout.numel * layout.itemsize)
 
+    def nbytes(self, part: Ranges) -> int:
+        """Returns how many bytes a gradient has on its way to the server that has this part."""
+        if self.codec is None:
+            return sum(stop - start for start, stop in part) * self.layout.itemsize
+        return sum(self.codec.nbytes(stop - start) for start, stop in self.frame_ranges(part))
+
     def frame_ranges(self, part: Ranges) -> Ranges:
         """Returns which ranges of the vector are one frame each."""
         return wire_precision.frame_ranges(self.layout, part, FRAME, self.codec)

@@ -52,6 +52,7 @@ class ServerConnections:
         self.assignment: Assignment = ()
         """Which server has which part of the parameters."""
         self.slice_bytes: tuple[int, ...] = ()
+        """How many bytes a gradient has for each server: in memory, or on its way to another host."""
         self.outbox: dict[int, list[Push | Pull]] = {}
         self.last_sent: dict[int, wire.Exchange] = {}
         self.sent_hyper: tuple[Hyper, ...] | None = None
@@ -78,7 +79,6 @@ class ServerConnections:
         for link, part in zip(self.links, assignment, strict=True):
             link.assign(part)
         self.endpoints = list(at)
-        self.slice_bytes = tuple(size(part) * self.memory.layout.itemsize for part in assignment)
         self.choose_paths()
 
     def connect(self, shard: int, endpoint: Endpoint) -> ServerLink:
@@ -106,6 +106,11 @@ class ServerConnections:
     def choose_paths(self) -> None:
         """Has gradients and parameters travel as suits the servers that there are now."""
         self.remote = {shard: link for shard, link in enumerate(self.links) if isinstance(link, RemoteServerLink)}
+        itemsize = self.memory.layout.itemsize
+        self.slice_bytes = tuple(
+            self.payload.nbytes(part) if shard in self.remote else size(part) * itemsize
+            for shard, part in enumerate(self.assignment)
+        )
         gathers = len(self.remote) == len(self.links) and self.payload.gathers
         early = [link for link in self.remote.values() if isinstance(link, EarlyServerLink)]
         self.memory.follow(all(endpoint.common for endpoint in self.endpoints), gathers, early)
