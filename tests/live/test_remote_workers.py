@@ -47,7 +47,7 @@ from paceline.runtime.live.worker.remote_server_link import RemoteServerLink
 from paceline.runtime.live.worker.server_connections import ServerConnections
 from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.runtime.live.worker.worker_executor import WorkerExecutor
-from paceline.tensors import optimizers
+from paceline.tensors import optimizers, wire_precision
 from paceline.workload_training import train
 from tests.reference import largest_difference, train_alone
 
@@ -171,6 +171,10 @@ def test_under_every_policy(policy: str) -> None:
 def test_codes_train_digits(way: str, policy: str) -> None:
     run = live(far(digits(250, MOMENTUM)), policy, msgspec.structs.replace(LOCAL, wire=way))
     assert max(point.accuracy for point in run.history) >= 0.95
+    numel = sum(tensor.numel() for tensor in run.parameters.values())
+    coded = wire_precision.bytes_per_float(way) * numel
+    assert run.metrics.bytes["push"] == pytest.approx(run.metrics.gradients * coded, rel=0.05)
+    assert run.metrics.bytes["pull"] < 1.1 * run.metrics.bytes["push"] + 3 * 4 * numel, "the first comes whole"
 
 
 def test_overlap_over_tcp() -> None:

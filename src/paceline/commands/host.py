@@ -57,8 +57,8 @@ class Host(Live):
     ports: Maybe[str] = None
     """The ports that may be used, as 7000-7016: the first is the driver's, the others are for servers."""
     wire: str = "float32"
-    """How floats travel to other nodes: float32 as they are, or in a code, with error feedback: bfloat16 or float16 (half
-    the bytes), int8 (a quarter), int4 (a seventh), topk:share=0.01 (only the largest, a hundredth)."""
+    """How floats travel to other nodes: float32 (as they are), bfloat16 or float16 (half the bytes), int8 (a quarter),
+    int4 (a seventh), topk:share=0.01 (the largest only, a hundredth). All but the first with error feedback."""
     insecure: Flag = False
     """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
 

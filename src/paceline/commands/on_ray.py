@@ -44,8 +44,8 @@ class RayOptions:
     ports: Maybe[str] = None
     """The ports servers may take on their nodes, as 7001-7016; any free ones if none."""
     wire: str = "float32"
-    """How floats travel to other nodes: float32 as they are, or in a code, with error feedback: bfloat16 or float16 (half
-    the bytes), int8 (a quarter), int4 (a seventh), topk:share=0.01 (only the largest, a hundredth)."""
+    """How floats travel to other nodes: float32 (as they are), bfloat16 or float16 (half the bytes), int8 (a quarter),
+    int4 (a seventh), topk:share=0.01 (the largest only, a hundredth). All but the first with error feedback."""
 
     def check(self) -> None:
         for name in ("cpus_per_worker", "gpus_per_worker", "cpus_per_server"):

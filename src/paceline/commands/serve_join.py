@@ -51,8 +51,8 @@ class Serve(Live):
     insecure: Flag = False
     """No keys and no encryption: whoever reaches a port takes part. Only in a network you trust."""
     wire: str = "float32"
-    """How floats travel to other machines: float32 as they are, or in a code, with error feedback: bfloat16 or float16 (half
-    the bytes), int8 (a quarter), int4 (a seventh), topk:share=0.01 (only the largest, a hundredth)."""
+    """How floats travel to other machines: float32 (as they are), bfloat16 or float16 (half the bytes), int8 (a
+    quarter), int4 (a seventh), topk:share=0.01 (the largest only, a hundredth); with error feedback but for float32."""
 
     def main(self, script: list[str], start: Start | None = None) -> int:
         if script:
