@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from paceline import peer_checks, policies
 from paceline.core.messages import Parameters
 from paceline.errors import ConfigError
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.coded_messages import NOTHING_HELD
 from paceline.runtime.live.server.coded_answers import CodedAnswer, CodedAnswers
 from paceline.runtime.live.server.remote_memory import find
-from paceline.runtime.live.worker.coded_parameters import CodedParameters
+from paceline.runtime.live.worker.coded_parameters import KnownParameters
 from paceline.tensors import shard_optimizer, wire_precision
 from paceline.tensors.layout import Entry, Layout
 from paceline.tensors.wire_codecs import (
@@ -262,7 +262,7 @@ def parameters(iteration: int) -> Parameters:
 def test_answers_in_a_code_follow_what_the_worker_has() -> None:
     torch.manual_seed(0)
     codec, values, places = Int4(), torch.randn(1000), list(torch.zeros(1000).split(300))
-    server, worker = CodedAnswers(codec, list(values.split(300))), CodedParameters(codec, places)
+    server, worker = CodedAnswers(codec, list(values.split(300))), KnownParameters(codec, places)
 
     def arrive(answer: CodedAnswer) -> float:
         worker.take(answer[0], [memoryview(bytearray(frame)) for frame in answer[1]])
@@ -279,7 +279,7 @@ def test_answers_in_a_code_follow_what_the_worker_has() -> None:
     assert arrive(server.answer(parameters(4), worker.number)) == 0, "another question: everything"
     with pytest.raises(WrongFrames, match="does not have"):
         arrive((msgspec.structs.replace(lost[0], base=7), lost[1]))
-    assert worker.number == wire.NOTHING_HELD
+    assert worker.number == NOTHING_HELD
     assert arrive(server.answer(parameters(5), worker.number)) == 0
     with pytest.raises(WrongFrames, match="were to come"):
         arrive((server.answer(parameters(6), worker.number)[0], lost[1][:1]))

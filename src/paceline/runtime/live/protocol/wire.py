@@ -5,7 +5,7 @@ driver -> worker     Begin, LeaseAnswer, ServerRestarted, Refuse, Stop; FromSche
 driver -> server     Enrol, Configure, StartClock, NewView, Checkpoint, Finish; Planned, Reduced
 server -> driver     Ready, Status, Due, Saved, Undurable, Finished; Ask, for the scheduler; Measured
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch; from other hosts Staged, Commit
-server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters
+server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters (`coded_messages.py`)
 Between hosts these are in an `Envelope` (`protocol/envelope.py`), with gradients and parameters as frames behind it.
 
 `resizing_messages.py` and `script_calls.py` list their messages.
@@ -30,9 +30,6 @@ from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.tensors.piece_optimizers import Hyper
-
-NOTHING_HELD = 0
-"""The number of no parameters."""
 
 
 class Describe(Struct, frozen=True, tag=True):
@@ -329,19 +326,8 @@ class Exchange(Struct, frozen=True, tag=True):
     """Tensors that have no gradient in this push."""
     refusal: str
     """Why the gradient must not be used, or "". The worker checks while it copies, so all shards agree."""
-    held: int = NOTHING_HELD
-    """The number of the parameters that the worker has, where they come in a code (`CodedParameters`)."""
-
-
-class CodedParameters(Struct, frozen=True, array_like=True, tag=True):
-    """Parameters for another host, in a code, as the difference from those numbered `base`; with it they are `number`.
-
-    From nothing they come as they are.
-    """
-
-    parameters: Parameters
-    number: int
-    base: int
+    held: int = 0
+    """The number of the parameters that the worker has, where they come in a code (`coded_messages.py`)."""
 
 
 class Staged(Struct, frozen=True, tag=True):
@@ -409,7 +395,6 @@ decode_to_shard = msgspec.msgpack.Decoder(Exchange | Fetch).decode
 decode_remote_request = msgspec.msgpack.Decoder(Exchange | Fetch | Staged | Commit).decode
 decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
-decode_remote_answer = msgspec.msgpack.Decoder(Fetched | Parameters | CodedParameters).decode
 
 BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The exceptions that decoding a malformed message may raise."""

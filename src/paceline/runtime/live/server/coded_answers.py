@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.messages import Parameters
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.coded_messages import NOTHING_HELD, CodedParameters
 from paceline.tensors import wire_precision
 from paceline.tensors.wire_codecs import WireCodec
 
-CodedAnswer = tuple[wire.CodedParameters, list[memoryview]]
+CodedAnswer = tuple[CodedParameters, list[memoryview]]
 """The message and the frames behind it."""
 
 
@@ -39,11 +39,11 @@ class CodedAnswers:
                 wire_precision.send_difference(self.codec, values, mine)
                 for values, mine in zip(self.values, self.held, strict=True)
             ]
-            self.last = wire.CodedParameters(parameters, held + 1, held), wire_precision.memory_of(frames)
-        elif last is None or (held, parameters) != (last.base, last.parameters) or held == wire.NOTHING_HELD:
+            self.last = CodedParameters(parameters, held + 1, held), wire_precision.memory_of(frames)
+        elif last is None or (held, parameters) != (last.base, last.parameters) or held == NOTHING_HELD:
             torch._foreach_copy_(self.held, list(self.values))
             # The memory that is sent changes with the next answer, when the worker has asked for that.
-            whole = wire.CodedParameters(parameters, secrets.randbits(62) + 1, wire.NOTHING_HELD)
+            whole = CodedParameters(parameters, secrets.randbits(62) + 1, NOTHING_HELD)
             self.last = whole, wire_precision.memory_of(self.held)
         assert self.last is not None
         return self.last

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.core.messages import Parameters
 from paceline.runtime.live.messaging.remote_links import FRAME
-from paceline.runtime.live.protocol.wire import CodedParameters
+from paceline.runtime.live.protocol.coded_messages import CodedParameters
 from paceline.runtime.live.server.coded_answers import CodedAnswers
 from paceline.runtime.live.server.early_frames import EarlyFrameBuffer
 from paceline.runtime.live.server.shard_state import ShardState

@@ -22,6 +22,7 @@ from paceline.errors import ConfigError, printable
 from paceline.runtime.live.messaging.remote_links import FRAME, RemoteListener
 from paceline.runtime.live.messaging.senders import LINES, MessageRefused, Process, process_of
 from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.coded_messages import NOTHING_HELD
 from paceline.runtime.live.protocol.configuration import MultihostOptions
 from paceline.runtime.live.protocol.envelope import unwrap, wrap
 from paceline.runtime.live.server.connection import ServerConnection
@@ -59,7 +60,7 @@ class RemoteWorker:
         """The iteration, and the attempt at it, that were asked for last."""
         self.answer: Parameters | None = None
         """What was answered to that."""
-        self.held = wire.NOTHING_HELD
+        self.held = NOTHING_HELD
         """The number of the parameters that it has, where they travel in a code."""
 
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.coded_messages import NOTHING_HELD, CodedParameters
 from paceline.tensors import wire_precision
 from paceline.tensors.wire_codecs import WireCodec, WrongFrames
 
 
-class CodedParameters:
+class KnownParameters:
     """One server's part of the parameters, as this worker has it."""
 
     def __init__(self, codec: WireCodec, places: Sequence[Tensor]) -> None:
@@ -25,13 +25,13 @@ class CodedParameters:
         self.codec = codec
         self.places = places
         self.known = [torch.zeros_like(place) for place in places]
-        self.number = wire.NOTHING_HELD
+        self.number = NOTHING_HELD
         """What `known` is."""
 
-    def take(self, answer: wire.CodedParameters, frames: Sequence[memoryview]) -> None:
+    def take(self, answer: CodedParameters, frames: Sequence[memoryview]) -> None:
         """Writes what came into its places; if it does not fit, the server is to send everything."""
-        held, self.number = self.number, wire.NOTHING_HELD
-        if answer.base == wire.NOTHING_HELD:
+        held, self.number = self.number, NOTHING_HELD
+        if answer.base == NOTHING_HELD:
             wire_precision.fill(self.known, frames, self.known[0].dtype if self.known else torch.float32)
         elif answer.base != held:
             raise WrongFrames("it is a difference from what this worker does not have")

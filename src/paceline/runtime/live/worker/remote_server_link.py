@@ -21,9 +21,10 @@ from paceline.core.messages import Parameters, Pull, Push
 from paceline.errors import printable
 from paceline.runtime.live.messaging.remote_links import KeyPair, RemoteLink
 from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.coded_messages import CodedParameters, RemoteAnswer, decode_remote_answer
 from paceline.runtime.live.protocol.configuration import Endpoint
 from paceline.runtime.live.protocol.envelope import unwrap, wrap
-from paceline.runtime.live.worker.coded_parameters import CodedParameters
+from paceline.runtime.live.worker.coded_parameters import KnownParameters
 from paceline.runtime.live.worker.early_frames import EarlyFrameSender
 from paceline.runtime.live.worker.outgoing_frames import Frame, RemotePayload
 from paceline.tensors import wire_precision
@@ -31,8 +32,6 @@ from paceline.tensors.assignment import Ranges
 from paceline.tensors.wire_codecs import WrongFrames
 
 logger = logging.getLogger(__name__)
-
-Answer = Parameters | wire.CodedParameters | wire.Fetched
 
 LINES = 3
 """How often it is logged that a message was refused."""
@@ -77,7 +76,7 @@ class RemoteServerLink:
         """Where the frames of the parameters belong, and their memory."""
         self.memory = wire_precision.memory_of(self.places)
         self.outgoing = payload.outgoing(part, self.ranges)
-        self.coded = None if payload.codec is None else CodedParameters(payload.codec, self.places)
+        self.coded = None if payload.codec is None else KnownParameters(payload.codec, self.places)
 
     def reconnect(self) -> bool:
         """Somebody may be there although the connection broke."""
@@ -122,15 +121,15 @@ class RemoteServerLink:
         self.is_placed = isinstance(answer, Parameters)
         return self.memory if self.is_placed else None
 
-    def opened(self, message: bytes) -> Answer | None:
+    def opened(self, message: bytes) -> RemoteAnswer | None:
         """Returns what is in this envelope, if it is for this worker and awaited."""
         envelope = unwrap(message)
         if (envelope.run, envelope.incarnation) != (self.run, self.incarnation):
             return None
-        opened: Answer = wire.decode_remote_answer(envelope.message)
+        opened: RemoteAnswer = decode_remote_answer(envelope.message)
         if isinstance(opened, wire.Fetched):
             return opened if opened.file == self.fetching else None
-        parameters = opened.parameters if isinstance(opened, wire.CodedParameters) else opened
+        parameters = opened.parameters if isinstance(opened, CodedParameters) else opened
         return opened if self.awaited != NOTHING and parameters.iteration >= self.awaited else None
 
     def receive(self, timeout_s: float) -> Parameters | wire.Fetched | None:
@@ -140,7 +139,7 @@ class RemoteServerLink:
         message, frames = received
         try:
             opened = self.opened(message)
-            if isinstance(opened, wire.CodedParameters):
+            if isinstance(opened, CodedParameters):
                 opened = self.decode(opened, frames)
             elif isinstance(opened, Parameters) and not self.is_placed:
                 wire_precision.fill(self.places, frames, self.payload.layout.torch_dtype)
@@ -157,7 +156,7 @@ class RemoteServerLink:
             return None
         return opened
 
-    def decode(self, answer: wire.CodedParameters, frames: Sequence[memoryview]) -> Parameters:
+    def decode(self, answer: CodedParameters, frames: Sequence[memoryview]) -> Parameters:
         """Writes parameters that came in a code into the segment."""
         if self.coded is None:
             raise WrongFrames("the parameters are in a code, and were to come as they are")
