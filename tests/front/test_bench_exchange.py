@@ -11,8 +11,16 @@ from paceline.bench import competitors
 from paceline.bench.tcp_exchange import loopback_bandwidth
 
 
-def test_the_exchange_through_shared_memory(tmp_path, capsys, monkeypatch) -> None:
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.ci)], ids=["pretended", "real"])
+def compared(request, monkeypatch) -> None:
+    """Without Ray, which takes its time to start; the others take theirs, too: each rank has an interpreter."""
     monkeypatch.setattr(competitors, "has_ray", lambda: False)
+    if not request.param:
+        monkeypatch.setattr(competitors, "measure", lambda peer, size, options: [1000.0 + rank for rank in range(size)])
+
+
+@pytest.mark.usefixtures("compared")
+def test_the_exchange_through_shared_memory(tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
     small = ["--params", "30000", "--workers", "2", "--rounds", "1"]
     assert cli.run(["bench", "exchange", *small, "--json", str(path)]) == 0
@@ -31,8 +39,8 @@ def test_the_exchange_through_shared_memory(tmp_path, capsys, monkeypatch) -> No
     assert "torch RPC at 3e+04 without a lock, mixing versions: " in printed
 
 
-def test_the_exchange_over_tcp(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(competitors, "has_ray", lambda: False)  # it takes its time to start: tests/hosts has it
+@pytest.mark.usefixtures("compared")
+def test_the_exchange_over_tcp(tmp_path, capsys) -> None:
     path = tmp_path / "out.json"
     small = ["--params", "30000", "--workers", "2", "--rounds", "1"]
     assert cli.run(["bench", "exchange", "--transport", "tcp", *small, "--json", str(path)]) == 0

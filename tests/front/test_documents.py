@@ -9,8 +9,6 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -23,6 +21,7 @@ from paceline import cli
 from paceline.core.actions import Action
 from paceline.core.events import Event
 from paceline.core.messages import Message
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -209,11 +208,9 @@ def test_the_script_of_the_readme_trains_alone_and_together(tmp_path: Path) -> N
     found = re.search(r"```python train\.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None
     (tmp_path / "train.py").write_text(found[1])
-    alone = [sys.executable, "train.py"]
-    together = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--servers", "2", "train.py"]
-    for command, times in ((alone, 1), (together, 2)):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    together = ["-m", "paceline", "run", "--workers", "2", "--servers", "2", "train.py"]
+    for command, times in ((["train.py"], 1), (together, 2)):
+        done = forked.run(command, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr
         losses = [float(loss) for loss in re.findall(r"loss (\d\S+)", done.stdout)]
         assert len(losses) == times, done.stdout

@@ -8,15 +8,15 @@ import os
 import re
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PACELINE = [sys.executable, "-m", "paceline.cli"]
 
 
 def run(*command: object, data: Path | None = None, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -24,8 +24,7 @@ def run(*command: object, data: Path | None = None, folder: Path = ROOT) -> subp
     environment.pop("PACELINE_DATA", None)
     if data is not None:
         environment["PACELINE_DATA"] = str(data)
-    words = [str(word) for word in command]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return forked.run(command, folder, environment)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -60,7 +59,7 @@ def test_an_example_is_short_enough_to_read(name: str) -> None:
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_fashion_learns_alone_from_idx_files(suffix: str, tmp_path) -> None:
     write_stripes(tmp_path, suffix)
-    done = run(sys.executable, "examples/fashion.py", "--steps", 40, "--batch", 20, "--lr", 0.05, data=tmp_path)
+    done = run("examples/fashion.py", "--steps", 40, "--batch", 20, "--lr", 0.05, data=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert list(losses(done.stdout)) == [1, 40]
@@ -68,13 +67,13 @@ def test_fashion_learns_alone_from_idx_files(suffix: str, tmp_path) -> None:
 
 
 def test_fashion_takes_the_folder_from_the_command_line_first(tmp_path) -> None:
-    done = run(sys.executable, "examples/fashion.py", "--data", tmp_path / "here", data=tmp_path / "there")
+    done = run("examples/fashion.py", "--data", tmp_path / "here", data=tmp_path / "there")
     assert done.returncode == 2
     assert f"there is no train-images-idx3-ubyte.gz in {tmp_path / 'here'}" in done.stderr
 
 
 def test_fashion_without_its_data_says_what_to_install_in_one_line(tmp_path) -> None:
-    done = run(sys.executable, "examples/fashion.py", "--data", tmp_path)
+    done = run("examples/fashion.py", "--data", tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
@@ -84,7 +83,7 @@ def test_fashion_without_its_data_says_what_to_install_in_one_line(tmp_path) -> 
 
 
 def test_characters_learn_alone_and_write_something() -> None:
-    done = run(sys.executable, "examples/characters.py", "--steps", 25, "--batch", 8)
+    done = run("examples/characters.py", "--steps", 25, "--batch", 8)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = losses(done.stdout)
@@ -96,7 +95,7 @@ def test_characters_learn_alone_and_write_something() -> None:
 def test_characters_learn_on_two_workers(tmp_path) -> None:
     result = tmp_path / "out.json"
     done = run(
-        *(*PACELINE, "run", "--workers", 2, "--policy", "ssp:staleness=2", "--json", result),
+        *("-m", "paceline", "run", "--workers", 2, "--policy", "ssp:staleness=2", "--json", result),
         *(EXAMPLES / "characters.py", "--steps", 25, "--batch", 8),
         folder=tmp_path,  # the run leaves a folder of its own there
     )

@@ -17,6 +17,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError, PacelineError
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 PACELINE = [sys.executable, "-m", "paceline.cli"]
@@ -106,20 +107,16 @@ def test_the_sampler_deals_every_sample_once_an_epoch() -> None:
 
 
 def test_python_train_py_just_works() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/digits.py", "--steps", "60"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = forked.run(["examples/digits.py", "--steps", 60], ROOT)
     assert done.returncode == 0, done.stderr
     assert "step 60: accuracy" in done.stdout
 
 
 def test_paceline_run_trains_the_example(tmp_path) -> None:
     result = tmp_path / "out.json"
-    done = subprocess.run(
-        [*PACELINE, "run", "--workers", "2", "--servers", "2", "--policy", "ssp:staleness=3", "--json", str(result),
-         "--report", str(tmp_path / "out.html"), "examples/digits.py", "--steps", "60", "--lr", "0.2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+    options = ["--workers", 2, "--servers", 2, "--policy", "ssp:staleness=3", "--json", result]
+    options += ["--report", tmp_path / "out.html"]
+    done = forked.run(["-m", "paceline", "run", *options, "examples/digits.py", "--steps", 60, "--lr", 0.2], ROOT)
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(result.read_text())["runs"]
     assert run["policy"] == "ssp:staleness=3"
@@ -130,11 +127,8 @@ def test_paceline_run_trains_the_example(tmp_path) -> None:
 
 
 def test_a_target_ends_a_live_run_early() -> None:
-    done = subprocess.run(
-        [*PACELINE, "run", "--workers", "2", "--policy", "asp", "--target", "accuracy=0.5", "examples/digits.py",
-         "--steps", "100000"],
-        cwd=ROOT, capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+    options = ["--workers", 2, "--policy", "asp", "--target", "accuracy=0.5"]
+    done = forked.run(["-m", "paceline", "run", *options, "examples/digits.py", "--steps", 100000], ROOT)
     assert done.returncode == 0, done.stderr
     assert "reached accuracy=0.5 after" in done.stdout
 
@@ -142,7 +136,7 @@ def test_a_target_ends_a_live_run_early() -> None:
 def test_a_script_that_raises_gives_traceback_rank_and_exit_code_1(tmp_path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import paceline\npaceline.init()\nraise KeyError('oops')\n")
-    done = subprocess.run([*PACELINE, "run", "--workers", "2", str(script)], capture_output=True, text=True, timeout=60)
+    done = forked.run(["-m", "paceline", "run", "--workers", 2, script], tmp_path)
     assert done.returncode == 1
     assert "worker 0 failed:" in done.stderr
     assert "KeyError: 'oops'" in done.stderr
@@ -155,8 +149,7 @@ def test_a_script_that_never_steps_is_told_so(tmp_path) -> None:
         "import torch, paceline\nmodel = torch.nn.Linear(1, 1)\n"
         "paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
     )
-    command = [*PACELINE, "run", "--workers", "1", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-m", "paceline", "run", "--workers", 1, script], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "WARNING: nothing was trained: no worker has called the step" in done.stdout
 
@@ -167,7 +160,7 @@ def test_backup_beyond_the_workers_named_by_the_script_is_refused(tmp_path) -> N
         "import torch, paceline\nmodel = torch.nn.Linear(1, 1)\n"
         "paceline.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy='backup:extra=5')\n"
     )
-    done = subprocess.run([*PACELINE, "run", "--workers", "2", str(script)], capture_output=True, text=True, timeout=60)
+    done = forked.run(["-m", "paceline", "run", "--workers", 2, script], tmp_path)
     assert done.returncode == 2
     assert "extra may be from 0 to 1" in done.stderr.splitlines()[-1]
 

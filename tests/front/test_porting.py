@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from benchmarks.porting import (
     train_under,
 )
 from paceline.errors import ConfigError
+from tests import forked
 
 HERE = Path(__file__).parent
 PORTS = HERE.parents[1] / "benchmarks" / "ports.py"
@@ -131,7 +130,7 @@ def test_a_policy_under_which_nothing_is_learned_or_the_script_fails_is_seen(tmp
 def test_a_checkout_that_is_none_is_refused_in_one_line(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "train.py").write_text(content)
-    done = subprocess.run([sys.executable, PORTS, "--nanogpt", tmp_path], capture_output=True, text=True, timeout=60)
+    done = forked.run([PORTS, "--nanogpt", tmp_path])
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.run import write_whole
 from paceline.runtime.live.storage.file_transfer import FileRefused, unpack
+from tests import forked
 
 SCRIPT = """
 import json, sys, time, torch, paceline
@@ -40,19 +39,7 @@ def test_nobody_else_can_read_a_run(durable: bool, tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     options = ["--workers", "2", "--servers", "2", "--policy", "asp", "--checkpoint-updates", "10"]
     options += ["--durable"] if durable else []
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "run",
-        "--dir",
-        str(folder),
-        *options,
-        str(script),
-        str(folder),
-        str(seen),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, umask=0, timeout=110)
+    done = forked.run(["-m", "paceline", "run", "--dir", folder, *options, script, folder, seen], tmp_path, umask=0)
     assert done.returncode == 0, done.stdout + done.stderr
     while_it_ran = json.loads(seen.read_text())
     names = {Path(path).name for path in while_it_ran}

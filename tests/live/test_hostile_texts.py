@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from paceline.core.messages import Members
 from paceline.errors import ConfigError, printable
 from paceline.runtime.live.protocol import driver_texts
 from paceline.runtime.live.protocol.configuration import LiveConfig
+from tests import forked
 
 OWN = """
 import os
@@ -64,7 +64,7 @@ def test_hostile_texts_open_nothing_and_run_nothing(own: Path) -> None:
         (folder / name).write_text("0 1\n1 0\n")
     (folder / "nonce").write_text(folder.name)
     script = Path(__file__).with_name("hostile.py")
-    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    done = forked.run([script, folder])
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip().splitlines()) == 1, done.stdout
     assert not ran(own)
@@ -118,17 +118,16 @@ class Two:
             time.sleep(0.02)
         self.join = self.start("join", ["join", self.address, "--key-file", key, str(folder / "train.py"), policy])
 
-    def start(self, name: str, line: list[str]) -> subprocess.Popen[bytes]:
+    def start(self, name: str, line: list[str]) -> forked.Program:
         with (self.folder / f"{name}.log").open("w") as log:
-            return subprocess.Popen([sys.executable, "-m", "paceline", *line], stdout=log, stderr=log)
+            return forked.Program(["-m", "paceline", *line], log, log)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
     def close(self) -> None:
         for process in (self.join, self.serve):
-            if process.poll() is None:
-                process.terminate()
+            process.kill(signal.SIGTERM)
             process.wait(timeout=30)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +32,7 @@ from paceline.runtime.live.storage import checkpoint
 from paceline.runtime.live.storage.checksums import with_checksum
 from paceline.tensors import optimizers
 from paceline.workload_training import train
+from tests.live.meanwhile import meanwhile
 from tests.reference import largest_difference, train_alone
 
 
@@ -46,27 +46,6 @@ def driver_of(work: Callable[[], None], policy: str = "ssp:staleness=3", **more)
     members = given.pop("members", Members(3, 2))
     plan = RunPlan(members, function_starter(work), policies.parse(policy), **given)
     return Driver(plan, say=said.append), said
-
-
-def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
-    """Run, and do `deed` once the run has got going; an error in it fails the test."""
-    errors: list[BaseException] = []
-
-    def wait_and_do() -> None:
-        try:
-            while len(driver.parts.logged.history) < 20:
-                time.sleep(0.001)
-            deed()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait_and_do)
-    thread.start()
-    try:
-        return driver.run()
-    finally:
-        thread.join()
-        assert not errors
 
 
 def machine_of(node, header):

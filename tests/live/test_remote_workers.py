@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +48,7 @@ from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.runtime.live.worker.worker_executor import WorkerExecutor
 from paceline.tensors import optimizers, wire_precision
 from paceline.workload_training import train
+from tests.live.meanwhile import meanwhile
 from tests.reference import largest_difference, train_alone
 
 LOCAL = MultihostOptions("127.0.0.1", "", (0, 0))
@@ -86,27 +86,6 @@ def live(work: Callable[[], object], policy: str = "bsp", multihost: MultihostOp
     assert run.failures == []
     assert run.replay() == []
     return run
-
-
-def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
-    """Run, and do `deed` once the run has got going; an error in it fails the test."""
-    errors: list[BaseException] = []
-
-    def wait_and_do() -> None:
-        try:
-            while len(driver.parts.logged.history) < 20:
-                time.sleep(0.001)
-            deed()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait_and_do)
-    thread.start()
-    try:
-        return driver.run()
-    finally:
-        thread.join()
-        assert not errors
 
 
 def my_links() -> list[RemoteServerLink]:

@@ -27,6 +27,7 @@ from paceline.runtime.live.driver.health import FaultPolicy
 from paceline.runtime.live.driver.sample_dispatchers import SamplerDispatch
 from paceline.sample_order import permutation
 from paceline.testing.samples import RecordedSampler, counted, lost
+from tests.live.meanwhile import meanwhile
 
 SIZE, BATCH = 240, 8
 ON_AND_ON = 1_000_000
@@ -84,24 +85,14 @@ def finished(driver: Driver) -> int:
     return sum(len(dispatch.finished()) for dispatch in list(driver.parts.sample_dispatchers.dispatches.values()))
 
 
-def meanwhile(driver: Driver, deed: Callable[[], None]) -> Run:
-    """Run, do `deed` beside it, and stop the run when it is done."""
-    errors: list[BaseException] = []
+def stopped_after(driver: Driver, deed: Callable[[], object]) -> Run:
+    """Does `deed` beside a run, and stops the run when it is done."""
 
-    def do() -> None:
-        try:
-            deed()
-        except BaseException as error:
-            errors.append(error)
+    def do_and_stop() -> None:
+        deed()
         driver.parts.interrupts.count = 1
 
-    thread = threading.Thread(target=do)
-    thread.start()
-    try:
-        return driver.run()
-    finally:
-        thread.join()
-        assert not errors
+    return meanwhile(driver, do_and_stop, points=0)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -155,14 +146,14 @@ def test_workers_are_killed_and_no_sample_is_lost(policy: str, tmp_path: Path) -
         now = dispatch_of(driver).machine.unopened
         wait_until(lambda: set(dispatch_of(driver).finished()) >= set(range(now + 1)))
 
-    meanwhile(driver, kill)
+    stopped_after(driver, kill)
     assert lost(tmp_path, dispatch_of(driver)) == {}
 
 
 def test_samples_of_dropped_gradients_are_dealt_again(tmp_path: Path) -> None:
     slow = load("one-slow:factor=3,compute_s=0.004")
     driver = driver_of(lambda: Loop(tmp_path).epochs(ON_AND_ON), "backup:extra=1", cluster=slow)
-    run = meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 3))
+    run = stopped_after(driver, lambda: wait_until(lambda: finished(driver) >= 3))
     assert run.metrics.dropped > 0
     assert once(tmp_path) >= set(dispatch_of(driver).finished()), "nobody was lost: each of them counted once"
 
@@ -195,7 +186,7 @@ def test_whoever_joins_gets_its_share_of_the_current_epoch(tmp_path: Path) -> No
         now = dispatch_of(driver).machine.unopened
         wait_until(lambda: set(dispatch_of(driver).finished()) >= set(range(now + 2)))
 
-    meanwhile(driver, join)
+    stopped_after(driver, join)
     assert once(tmp_path, 960) >= set(dispatch_of(driver).finished())
     joined = counted(tmp_path, "2.0")
     assert min(joined) >= 1, "not from the beginning"
@@ -254,7 +245,7 @@ def test_a_loader_with_processes_of_its_own_draws_ahead(policy: str, per_step: i
 
     slow = load("one-slow:factor=3,compute_s=0.004")
     driver = driver_of(work, policy, cluster=slow, members=Members(2, 1))
-    run = meanwhile(driver, lambda: wait_until(lambda: finished(driver) >= 3))
+    run = stopped_after(driver, lambda: wait_until(lambda: finished(driver) >= 3))
     assert (run.metrics.dropped > 0) == (policy != "bsp")
     assert once(tmp_path) >= set(dispatch_of(driver).finished())
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from paceline.runtime.live.driver import worker_output
 from paceline.runtime.live.driver.children import Child
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.messaging.unix_sockets import Waiter
+from tests import forked
 
 SCRIPT = """
 import os, sys, time
@@ -99,11 +98,8 @@ def test_lines_without_an_end_are_said_in_time(monkeypatch: pytest.MonkeyPatch) 
 def test_without_a_terminal_each_line_is_whole_and_has_a_rank(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["run", "--workers", "3", "--policy", "asp", "--dir", str(tmp_path / "run"), str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *options],
-        capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    options = ["run", "--workers", "3", "--policy", "asp", "--dir", tmp_path / "run", script]
+    done = forked.run(["-m", "paceline", *options])
     assert done.returncode == 0, done.stderr
     printed = [line for line in done.stdout.splitlines() if "step" in line]
     assert sorted(printed) == sorted(f"worker {rank}: this is step {step}" for rank in range(3) for step in range(30))
