@@ -22,6 +22,7 @@ from paceline.peer_checks import check_live_scenario, check_places, refuse_serve
 from paceline.run import Point, Run, Target
 from paceline.sample_order import SHUFFLED
 from paceline.tensors import optimizers
+from paceline.tensors.devices import CPU, check_device
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.workload_training import train
@@ -55,6 +56,7 @@ def simulate(
     by_layer: bool = False,
     slicing: str = EPS,
     shards: str = SHUFFLED,
+    device: str = "cpu",
     watch: Watcher | None = None,
 ) -> Run:
     """Trains `workload` in virtual time: real gradients, a simulated clock, the same result for the same seed.
@@ -71,7 +73,8 @@ def simulate(
 
     With `by_layer` workers read and push layer by layer, and there is a server for each layer. `slicing` is how the
     parameters are cut over the servers: "eps", equal slices, or "key-range", as in ps-lite. `shards` is how samples are
-    dealt: "shuffled", or "sorted" by label, each worker its own for good.
+    dealt: "shuffled", or "sorted" by label, each worker its own for good. `device` is where gradients are computed:
+    "cpu", "cuda" or "cuda:1".
     """
     check_servers_used([policy], servers)
     job = Job(
@@ -88,6 +91,7 @@ def simulate(
         by_layer,
         slicing,
         shards,
+        device,
     )
     for warning in job.warnings:
         warnings.warn(warning, stacklevel=2)
@@ -106,7 +110,14 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
         job.policy, job.cluster, job.members, job.iterations, job.seed, job.by_layer, checked=True, goodbyes=True
     )
     training = Training(
-        job.workload, job.optimizer, job.target, job.batch, DTYPES[dtype], slicing=job.slicing, shards=job.shards
+        job.workload,
+        job.optimizer,
+        job.target,
+        job.batch,
+        DTYPES[dtype],
+        slicing=job.slicing,
+        shards=job.shards,
+        device=job.device,
     )
     run = run_training(plan, training, watch)
     run.config = job.config()
@@ -119,6 +130,8 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
     if job.shards != SHUFFLED:
         raise ConfigError("shards=sorted is for virtual time")
+    if job.device != CPU:
+        raise ConfigError(f"device={job.device} is for virtual time: live workers of a workload compute on the CPU")
     with closing(LiveEvaluation(job.workload, job.seed)) as evaluation:
         with evaluation.evaluating() if job.target is not None else nullcontext():
             run = launch(
@@ -210,7 +223,9 @@ class Job:
         by_layer: bool = False,
         slicing: str = EPS,
         shards: str = SHUFFLED,
+        device: str = "cpu",
     ) -> None:
+        self.device = check_device(device)
         self.members = check_members(workers, servers, seed)
         self.shards = shards
         self.warnings: list[str] = []
@@ -267,6 +282,7 @@ class Job:
             "optimizer": self.optimizer_text,
             "batch": self.batch,
             "seed": self.seed,
+            "device": str(self.device),
             "torch": torch.__version__,
         }
 

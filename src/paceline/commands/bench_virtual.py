@@ -8,6 +8,7 @@ from typing import Any
 from paceline.bench import gradients, simulator, tuner, zipline
 from paceline.commands.benchmark import Benchmark, print_rows
 from paceline.commands.terminal import print_plain
+from paceline.tensors.devices import check_device
 
 
 @dataclass(kw_only=True)
@@ -15,23 +16,27 @@ class BenchGradients(Benchmark):
     """Gradients of many virtual workers, computed in one go and one by one: what batching saves the simulator.
 
     paceline bench gradients --workload digits-mlp digits-cnn --workers 100 --json gradients.json
+    paceline bench gradients --device cuda
     """
 
-    workload: tuple[str, ...] = ("digits-mlp", "digits-cnn", "svm")
-    """Which workloads."""
+    workload: tuple[str, ...] = ()
+    """Which workloads; if none, small ones on the CPU, larger ones with synthetic data on a GPU."""
+    device: str = "cpu"
+    """Where gradients are computed: cpu, cuda, cuda:1."""
     workers: int = 100
     """Gradients computed together."""
     rounds: int = 15
     """Interleaved rounds; the fastest of each counts."""
 
     def measure(self) -> dict[str, Any]:
-        rows = gradients.run(list(self.workload), self.workers, self.rounds, print_plain)
+        device = check_device(self.device)
+        rows = gradients.run(list(self.workload), self.workers, self.rounds, device, print_plain)
         columns = {
-            "workload": "{0.workload}", "batched": "{0.batched_us:.0f}", "one by one": "{0.loop_us:.0f}",
-            "ratio": "{0.ratio:.1f}x",
+            "workload": "{0.workload}", "by": "{0.way}", "batched": "{0.batched_us:.0f}",
+            "one by one": "{0.loop_us:.0f}", "ratio": "{0.ratio:.1f}x",
         }  # fmt: skip
-        title = f"us per gradient, {self.workers} workers, {rows[0].threads} threads"
-        print_rows(title, columns, rows, text=("workload",))
+        title = f"us per gradient, {self.workers} workers, {device}, {rows[0].threads} threads"
+        print_rows(title, columns, rows, text=("workload", "by"))
         return {"rows": rows}
 
 

@@ -88,8 +88,9 @@ class Training(Outputs):
     """A bundled workload on a cluster."""
 
     workload: str = "digits-mlp"
-    """What to train: digits-mlp, digits-cnn, fashion-cnn, char-transformer:width=64,layers=2, matrix-factorization,
-    svm, quadratic, or your own: ./mine.py:MyWorkload, a class with make_module, loss and train (docs/workloads.md)."""
+    """What to train: digits-mlp, digits-cnn, fashion-cnn, fashion-resnet20:data=synthetic, fashion-vgg,
+    char-transformer:width=64,layers=2, matrix-factorization:data=1m, svm, quadratic, or your own: ./mine.py:MyWorkload,
+    a class with make_module, loss and train (docs/workloads.md)."""
     cluster: str = "steady"
     """Who is slow, and when: steady, one-slow:factor=4, random-slowdown:factor=6, factors:by_worker=1:1:4,
     lognormal:sigma=0.5, pareto:shape=2, bursts:length=20, replay:file=runs/x, each with compute_s, latency_s,
@@ -114,9 +115,10 @@ class Training(Outputs):
     slicing: str = EPS
     """How the parameters are cut over the servers: eps, equal slices; key-range, whole tensors, as many for each
     server, as in ps-lite (docs/sharding.md)."""
-
     shards: str = SHUFFLED
     """How samples are dealt: shuffled; or sorted by label, each worker its own for good (virtual time)."""
+    device: str = "cpu"
+    """Where gradients are computed: cpu, cuda, cuda:1 (virtual time; docs/virtual-gpu.md)."""
 
     def arguments(self) -> dict[str, Any]:
         names = {field.name for field in fields(Training)} - {field.name for field in fields(Outputs)}

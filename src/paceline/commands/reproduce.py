@@ -19,6 +19,7 @@ from paceline.commands.terminal import console
 from paceline.errors import ConfigError
 from paceline.reproductions import CATALOGUE, find
 from paceline.reproductions.base import Claim, Reproduction, Row, Say
+from paceline.tensors.devices import check_device
 
 
 @dataclass(kw_only=True)
@@ -40,6 +41,8 @@ class Reproduce:
     """Write rows and claims as JSON to this file."""
     seed: int = 0
     """Equal seeds give equal results, to the byte."""
+    device: str = "cpu"
+    """Where gradients are computed: cpu, cuda, cuda:1 (docs/virtual-gpu.md)."""
 
     def main(self) -> int:
         if self.list:
@@ -50,7 +53,7 @@ class Reproduce:
             return 0
         if not self.name:
             raise ConfigError(f"name what to reproduce (known: {', '.join(CATALOGUE)}; --list tells about them)")
-        reproduction = find(self.name)
+        reproduction = find(self.name, str(check_device(self.device)))
         check_count("seed", self.seed, least=0)
         Outputs(json=self.json).check()
         about = f"  {reproduction.__doc__} ({reproduction.paper})"

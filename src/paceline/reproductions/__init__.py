@@ -33,13 +33,13 @@ CATALOGUE: dict[str, type[Reproduction]] = {
 }
 
 
-def find(name: str) -> Reproduction:
-    """Returns the reproduction of this name, at its full size."""
+def find(name: str, device: str = "cpu") -> Reproduction:
+    """Returns the reproduction of this name, at its full size, with gradients computed on this device."""
     if name not in CATALOGUE:
         near = get_close_matches(name, CATALOGUE, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"unknown reproduction {name!r}{hint} (known: {', '.join(CATALOGUE)})")
-    return CATALOGUE[name]()
+    return CATALOGUE[name](device=device)
 
 
 __all__ = ["CATALOGUE", "Claim", "Findings", "Reproduction", "find"]

@@ -56,7 +56,7 @@ class BackupChoice(Reproduction, name="backup-choice", paper="Chen et al. 2016, 
         for n in self.waited_for:
             run = simulate(
                 "digits-mlp", f"backup:extra={self.machines - n}", workers=self.machines, cluster=rare, batch=4,
-                optimizer=f"sgd:lr={RATE * n}", target=f"loss={self.loss}", seed=seed,
+                optimizer=f"sgd:lr={RATE * n}", target=f"loss={self.loss}", seed=seed, device=self.device,
             )  # fmt: skip
             iterations[n] = run.history[-1].updates
             measured_s[n] = run.time_s

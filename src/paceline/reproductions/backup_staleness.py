@@ -85,7 +85,7 @@ class BackupStaleness(Reproduction, name="backup-staleness", paper="Chen et al. 
         rising = round(RISING * self.epochs * samples)
         schedule = f"linear(warmup={rising},samples={self.epochs * samples - rising})"
         run = simulate(
-            workload, "asp", workers=workers, cluster=CLUSTER, batch=BATCH, seed=seed,
+            workload, "asp", workers=workers, cluster=CLUSTER, batch=BATCH, seed=seed, device=self.device,
             iterations=max(1, round(self.epochs * samples / (BATCH * workers))),
             optimizer=f"sgd:lr={rate * workers},ema=0.99,schedule={schedule}",
         )  # fmt: skip
@@ -106,7 +106,7 @@ class BackupStaleness(Reproduction, name="backup-staleness", paper="Chen et al. 
         workload = replace(workloads.load("digits-mlp"), name="chain", make_module=chain, batch=4)
         run = simulate(
             workload, "asp", workers=self.workers, cluster=CLUSTER, iterations=20, optimizer="sgd:lr=0.1",
-            by_layer=True, seed=seed,
+            by_layer=True, seed=seed, device=self.device,
         )  # fmt: skip
         numbers = list(run.staleness_by_layer().values())
         shown = sorted({0, self.layers // 3, 2 * self.layers // 3, self.layers - 1})

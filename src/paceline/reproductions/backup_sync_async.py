@@ -65,7 +65,7 @@ class BackupSyncAsync(Reproduction, name="backup-sync-async", paper="Chen et al.
         policy, used = (f"backup:extra={backups}", machines - backups) if way == "sync" else ("asp", machines)
         run = simulate(
             "digits-mlp", policy, workers=machines, cluster=RareStragglers(), batch=BATCH, seed=seed,
-            iterations=max(1, self.gradients // used),
+            iterations=max(1, self.gradients // used), device=self.device,
             optimizer=f"{optimizer},lr={rate},schedule=linear(samples={self.gradients * BATCH})",
         )  # fmt: skip
         converged_s = reached_s(run, self.accuracy)

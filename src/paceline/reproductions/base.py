@@ -66,6 +66,8 @@ class Reproduction(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     """The paper, with its figures or tables."""
+    device: str = field(default="cpu", kw_only=True)
+    """Where gradients are computed."""
 
     def __init_subclass__(cls, name: str, paper: str) -> None:
         cls.name, cls.paper = name, paper

@@ -114,7 +114,7 @@ class ElasticBSPs(Reproduction, name="elasticbsp", paper="Zhao et al. 2021, sect
                 simulate(
                     model.workload, policy, workers=len(ROUND_TRIPS_S), cluster=network(model.compute_s),
                     iterations=self.iterations, target=f"accuracy={model.accuracy}", optimizer=f"sgd:lr={rate}",
-                    seed=seed + index,
+                    seed=seed + index, device=self.device,
                 )
                 for index in range(self.seeds)
             ]  # fmt: skip

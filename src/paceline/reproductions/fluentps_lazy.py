@@ -69,7 +69,7 @@ class FluentPSLazy(Reproduction, name="fluentps-lazy", paper="Yao et al. 2019, F
             for release, policy in self.policies.items():
                 run = simulate(
                     "digits-mlp", policy, workers=self.workers, cluster=cluster, iterations=self.iterations,
-                    batch=8, optimizer=f"sgd:lr={RATE}", seed=seed,
+                    batch=8, optimizer=f"sgd:lr={RATE}", seed=seed, device=self.device,
                 )  # fmt: skip
                 findings.rows.append(
                     {

@@ -59,7 +59,7 @@ class FluentPSPSSP(Reproduction, name="fluentps-pssp", paper="Yao et al. 2019, F
     def simulate(self, policy: str, cluster: str, seed: int) -> Run:
         return simulate(
             "digits-mlp", policy, workers=self.workers, cluster=cluster, iterations=self.iterations, batch=8,
-            optimizer=f"sgd:lr={RATE}", seed=seed,
+            optimizer=f"sgd:lr={RATE}", seed=seed, device=self.device,
         )  # fmt: skip
 
     def measure(self, seed: int, say: Say) -> Findings:

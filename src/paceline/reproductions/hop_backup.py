@@ -52,7 +52,7 @@ class HopBackup(Reproduction, name="hop-backup", paper="Luo et al. 2019, Fig. 14
             standard: Run | None = None
             for mode in ("", ",backup=1,max_gap=8"):
                 policy = f"hop:graph={graph}{mode},order={order}"
-                run = train(policy, self.peers, CLUSTER, self.iterations, seed, shards)
+                run = train(policy, self.peers, CLUSTER, self.iterations, seed, shards, self.device)
                 standard = standard or run
                 row = {
                     "graph": graph, "order": order, "shards": shards, "mode": mode[1:].partition(",")[0] or "standard",

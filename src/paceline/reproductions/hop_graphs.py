@@ -66,7 +66,8 @@ class HopGraphs(Reproduction, name="hop-graphs", paper="Luo et al. 2019, Fig. 12
         rows: list[Row] = []
         for graph in self.sparse_to_dense:
             even, slow = (
-                train(f"hop:graph={graph}", self.peers, c, self.iterations, seed) for c in ("steady", SLOWDOWN)
+                train(f"hop:graph={graph}", self.peers, c, self.iterations, seed, device=self.device)
+                for c in ("steady", SLOWDOWN)
             )
             known = graphs.load(graph, self.peers)
             rows.append(
@@ -85,7 +86,7 @@ class HopGraphs(Reproduction, name="hop-graphs", paper="Luo et al. 2019, Fig. 12
         for policy in ("bsp", "hop:graph=ring-based"):
             for cluster in ("steady", SLOWDOWN):
                 text = f"{cluster}{',' if ':' in cluster else ':'}bandwidth={bandwidth(0.2)}"
-                run = train(policy, self.peers, text, self.iterations, seed)
+                run = train(policy, self.peers, text, self.iterations, seed, device=self.device)
                 if target is None:
                     target = loss_after(run, 3 * self.iterations // 4)
                 rows.append(
@@ -103,7 +104,7 @@ class HopGraphs(Reproduction, name="hop-graphs", paper="Luo et al. 2019, Fig. 12
             target: float | None = None
             for name, graph in PLACED.items():
                 cluster = f"steady:machines={MACHINES},machine_bandwidth={bandwidth(share)}"
-                run = train(f"hop:graph={graph}", 8, cluster, self.iterations, seed)
+                run = train(f"hop:graph={graph}", 8, cluster, self.iterations, seed, device=self.device)
                 if target is None:
                     target = loss_after(run, 3 * self.iterations // 4)
                 machines = tuple(map(int, MACHINES.split(":"))) if name in graphs.HIERARCHICAL else None

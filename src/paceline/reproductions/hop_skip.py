@@ -51,8 +51,8 @@ class HopSkip(Reproduction, name="hop-skip", paper="Luo et al. 2019, Fig. 18, 19
             standard: Run | None = None
             for mode, options in MODES.items():
                 policy = f"hop:graph=ring-based{options}"
-                run = train(policy, self.peers, CLUSTER, self.iterations, seed, shards)
-                even = train(policy, self.peers, "steady", self.iterations, seed, shards)
+                run = train(policy, self.peers, CLUSTER, self.iterations, seed, shards, self.device)
+                even = train(policy, self.peers, "steady", self.iterations, seed, shards, self.device)
                 standard = standard or run
                 found = apartness(run.trace)
                 row = {

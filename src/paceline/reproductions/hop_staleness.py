@@ -56,7 +56,7 @@ class HopStaleness(Reproduction, name="hop-staleness", paper="Luo et al. 2019, F
             standard: Run | None = None
             for mode, options in MODES.items():
                 policy = f"hop:graph=ring-based{options},order={order}"
-                run = train(policy, self.peers, CLUSTER, self.iterations, seed, shards)
+                run = train(policy, self.peers, CLUSTER, self.iterations, seed, shards, self.device)
                 standard = standard or run
                 row = {
                     "order": order, "shards": shards, "mode": mode, "s_per_iteration": pace(run),

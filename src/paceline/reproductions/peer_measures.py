@@ -15,11 +15,13 @@ PEERS_BATCH = 16
 RATE = 0.2
 
 
-def train(policy: str, peers: int, cluster: str, iterations: int, seed: int, shards: str = "shuffled") -> Run:
+def train(
+    policy: str, peers: int, cluster: str, iterations: int, seed: int, shards: str = "shuffled", device: str = "cpu"
+) -> Run:
     """Trains digits-mlp by SGD, with a batch of 16 for each peer."""
     return simulate(
         "digits-mlp", policy, workers=peers, cluster=cluster, iterations=iterations, batch=PEERS_BATCH,
-        optimizer=f"sgd:lr={write_value(RATE)}", seed=seed, shards=shards,
+        optimizer=f"sgd:lr={write_value(RATE)}", seed=seed, shards=shards, device=device,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ class SpecSyncSpeed(Reproduction, name="specsync", paper="Zhang et al. 2018, Fig
         for offset in range(self.seeds):
             run = simulate(
                 "digits-mlp", policy, workers=workers, cluster=cluster(), iterations=self.iterations,
-                optimizer=f"sgd:lr={rate},momentum=0", seed=seed + offset,
+                optimizer=f"sgd:lr={rate},momentum=0", seed=seed + offset, device=self.device,
             )  # fmt: skip
             point = converged(run, self.loss)
             times.append(point and point.time_s)

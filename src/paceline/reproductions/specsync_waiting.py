@@ -69,6 +69,7 @@ class SpecSyncWaiting(Reproduction, name="specsync-waiting", paper="Zhang et al.
         return simulate(
             "digits-mlp", f"waiting:delay_s={delay_s:g}" if delay_s else "asp", workers=self.workers,
             cluster=homogeneous(), iterations=self.iterations, optimizer=f"sgd:lr={rate},momentum=0", seed=seed,
+            device=self.device,
         )  # fmt: skip
 
     def row(self, rate: float, seed: int, say: Say) -> Row:

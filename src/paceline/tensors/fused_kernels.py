@@ -89,8 +89,7 @@ def step(
         _passes.step(address(values, where), addresses(gradients, where), addresses(targets, where), rate, size(where))
         return
     own = len(gradients) > 1 and scratch is gradients[0]
-    for at in range(where.start, where.stop, PART):
-        here = slice(at, min(at + PART, where.stop))
+    for here in parts_of(values, where):
         each = [gradient[here] for gradient in gradients]
         new = values[here].add_(sum_into(each, each[0] if own else scratch), alpha=rate)
         for target in targets:
@@ -103,8 +102,7 @@ def step_on_each(values: Tensor, gradients: Sequence[Tensor], rates: Sequence[fl
     if _passes is not None and are_plain_float32((values, *gradients), where):
         _passes.step_on_each(address(values, where), addresses(gradients, where), tuple(rates), size(where))
         return
-    for at in range(where.start, where.stop, PART):
-        here = slice(at, min(at + PART, where.stop))
+    for here in parts_of(values, where):
         latest = values[here]
         for gradient, rate in zip(gradients, rates, strict=True):
             latest = torch.add(latest, gradient[here], alpha=rate, out=gradient[here])
@@ -155,6 +153,12 @@ def sum_into(pieces: Sequence[Tensor], where: Tensor) -> Tensor:
     for piece in pieces[2:]:
         total += piece
     return total
+
+
+def parts_of(values: Tensor, where: slice) -> list[slice]:
+    """Returns the range in parts that fit a cache; as one on a GPU, where each call of torch is a launch."""
+    longest = PART if values.is_cpu else max(1, size(where))
+    return [slice(at, min(at + longest, where.stop)) for at in range(where.start, where.stop, longest)]
 
 
 def address(vector: Tensor, where: slice) -> int:

@@ -86,9 +86,13 @@ class Layout(Struct, frozen=True, array_like=True):
         """Returns a short name of this layout, the same in every process that has the same one."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
-    def empty(self) -> Tensor:
-        """Returns a vector that can hold all tensors, not filled in."""
-        return torch.empty(self.numel, dtype=self.torch_dtype)
+    def empty(self, device: torch.device | None = None) -> Tensor:
+        """Returns a vector that can hold all tensors, not filled in; on the CPU if no device is named."""
+        return torch.empty(self.numel, dtype=self.torch_dtype, device=device)
+
+    def joined(self) -> Layout:
+        """Returns the same vector as if it were one tensor of one group, for elementwise optimizers of one group."""
+        return Layout((Entry("all", (self.numel,), 0),), self.dtype, "tensors")
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns the tensors of the model as views of `flat`."""

@@ -10,11 +10,12 @@ from paceline.workloads.catalogue_entry import WorkloadSpec
 from paceline.workloads.characters import CharTransformer
 from paceline.workloads.digits import DigitsCNN, DigitsMLP
 from paceline.workloads.factorization import MatrixFactorization
-from paceline.workloads.fashion import FashionCNN
+from paceline.workloads.fashion import FashionCNN, FashionResNet20, FashionVGG
 from paceline.workloads.quadratic import Quadratic
 from paceline.workloads.svm import SVM
 
-BUNDLED = (DigitsMLP, DigitsCNN, FashionCNN, CharTransformer, MatrixFactorization, SVM, Quadratic)
+IMAGES = (DigitsMLP, DigitsCNN, FashionCNN, FashionResNet20, FashionVGG)
+BUNDLED = (*IMAGES, CharTransformer, MatrixFactorization, SVM, Quadratic)
 CATALOGUE: dict[str, type[WorkloadSpec]] = {entry.name: entry for entry in BUNDLED}
 
 

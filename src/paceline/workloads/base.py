@@ -51,6 +51,13 @@ class Workload:
             torch.manual_seed(seed)
             return self.make_module().to(dtype)
 
+    def on(self, device: torch.device) -> Workload:
+        """Returns the workload with its data in the memory of this device."""
+        if device.type == "cpu":
+            return self
+        train, test = ((moved(x, device), moved(y, device)) for x, y in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Returns the loss on the test set, and the accuracy where there are classes."""
         dtype = next(module.parameters()).dtype
@@ -69,6 +76,15 @@ class Workload:
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts floating values to the run's dtype; whole numbers are labels or indices and stay as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor to a device; one whose elements share memory, as windows of a text do, shares it there too."""
+    held = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if held >= tensor.numel():
+        return tensor.to(device)
+    flat = tensor.as_strided((held,), (1,), 0).to(device)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def own(text: str) -> Workload:

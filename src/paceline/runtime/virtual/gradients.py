@@ -4,7 +4,8 @@ A virtual computation takes no time of its own: when it starts, the parameters i
 dealt are put aside, and its gradient is worked out when a shard first needs it. By then most other workers
 have started theirs too, so all outstanding ones are computed in one `torch.func.vmap` call, which for a small
 model costs little more than one of them alone. `Batched` does that, `OneByOne` is the plain loop: what cannot be
-batched (batch norm in training, recurrent layers, control flow that looks at values) is computed by it.
+batched (batch norm in training, recurrent layers, control flow that looks at values) is computed by it. On a GPU there
+is a third way, `Replayed` (`cuda_graphs.py`), the first choice for models with convolutions.
 
 Random layers (dropout) draw from a generator seeded by the run and the call, so equal seeds give equal runs.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -22,9 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.conv import _ConvNd
 
 from paceline.core.messages import Handle
 from paceline.errors import PacelineError
+from paceline.runtime.virtual.cuda_graphs import Replayed
+from paceline.tensors.devices import CPU
 from paceline.tensors.layout import Layout
 from paceline.workloads.base import Workload, in_dtype
 
@@ -39,12 +43,24 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps (parameters, inputs, targets), a row each, to gradients, a row each."""
 
 
+class Way(Protocol):
+    """A way to compute many gradients."""
+
+    name: str
+
+    def __call__(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Maps (parameters, inputs, targets), a row each, to gradients, a row each."""
+        ...
+
+
 class Batched:
     """Computes all gradients at once, for a module and a loss that `vmap` understands.
 
     The overhead of `vmap` is that of some hundred calls of Python. A number of rows that comes up again and again, as
     under BSP, is therefore traced once into a plain list of tensor operations.
     """
+
+    name = "vmap"
 
     def __init__(self, workload: Workload, module: nn.Module, layout: Layout) -> None:
         self.layout = layout
@@ -75,6 +91,8 @@ class Batched:
 
 class OneByOne:
     """Computes one gradient after the other, as a training script would."""
+
+    name = "one by one"
 
     def __init__(self, workload: Workload, module: nn.Module, layout: Layout) -> None:
         self.workload = workload
@@ -107,6 +125,19 @@ class Pending:
     gradient: Tensor | None = None
 
 
+def ways_to_compute(workload: Workload, module: nn.Module, layout: Layout) -> list[Way]:
+    """Returns the ways to compute many gradients of a module, on the device where it is, the fastest first.
+
+    The order depends on the module alone and not on a measurement: sums come out a little different in each way, and
+    equal seeds must give equal runs.
+    """
+    made: list[type[Batched] | type[OneByOne] | type[Replayed]] = [Batched, OneByOne]
+    if next(module.parameters()).device != CPU:
+        convolves = any(isinstance(each, _ConvNd) for each in module.modules())
+        made.insert(0 if convolves else 1, Replayed)
+    return [make(workload, module, layout) for make in made]
+
+
 class Gradients:
     """Takes orders for gradients and hands them out. `clip` bounds the norm of each whole gradient."""
 
@@ -124,10 +155,13 @@ class Gradients:
         self.seed = seed
         self.clip = clip
         self.calls = 0
+        self.device = next(module.parameters()).device
+        self.random_devices = [] if self.device == CPU else [self.device.index]
         self.x, self.y = (in_dtype(tensor, layout.torch_dtype) for tensor in workload.train)
         self.pending: dict[Key, Pending] = {}
-        self.one_by_one: Compute = OneByOne(workload, module, layout)
-        self.compute: Compute = Batched(workload, module, layout)
+        self.at_once = AT_ONCE
+        self.ways = ways_to_compute(workload, module, layout)
+        """The first is in use. One that has failed is dropped; the last says why."""
 
     def order(self, key: Key, parameters: Tensor, samples: NDArray[np.int64]) -> None:
         self.pending[key] = Pending(parameters, samples, len(self.shards))
@@ -158,34 +192,57 @@ class Gradients:
 
     def _compute(self) -> None:
         outstanding = [pending for pending in self.pending.values() if pending.gradient is None]
-        for first in range(0, len(outstanding), AT_ONCE):
-            batch = outstanding[first : first + AT_ONCE]
-            samples = torch.from_numpy(np.stack([pending.samples for pending in batch]))
-            parameters = torch.stack([pending.parameters for pending in batch])
-            gradients = self._gradients(parameters, self.x[samples], self.y[samples])
-            if self.clip is not None:
-                clip_rows(gradients, self.clip)
-            for pending, gradient in zip(batch, gradients, strict=True):
-                pending.gradient = gradient
+        while outstanding:
+            batch = outstanding[: self.at_once]
+            try:
+                self._compute_together(batch)
+            except torch.OutOfMemoryError as error:
+                if len(batch) == 1:
+                    raise self._failure(error) from error
+                self.at_once = len(batch) // 2
+                continue
+            outstanding = outstanding[len(batch) :]
+
+    def _compute_together(self, batch: list[Pending]) -> None:
+        samples = torch.from_numpy(np.stack([pending.samples for pending in batch])).to(self.device)
+        parameters = torch.stack([pending.parameters for pending in batch])
+        gradients = self._gradients(parameters, self.x[samples], self.y[samples])
+        if self.clip is not None:
+            clip_rows(gradients, self.clip)
+        for pending, gradient in zip(batch, gradients, strict=True):
+            pending.gradient = gradient
 
     def _gradients(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
-        with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed: it writes down the stack for every device there might be, milliseconds a call.
-            torch.default_generator.manual_seed(self.seed * 1_000_003 + self.calls)
-            if self.compute is not self.one_by_one:
+        with torch.random.fork_rng(devices=self.random_devices):
+            seed_generator(self.device, self.seed * 1_000_003 + self.calls)
+            while len(self.ways) > 1:
                 try:
-                    return self.compute(parameters, x, y)
+                    return self.ways[0](parameters, x, y)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception:
-                    # It cannot be batched, or it cannot be computed at all: then the plain loop says why.
-                    self.compute = self.one_by_one
+                    # It cannot be done in this way, or it cannot be computed at all: then the last one says why.
+                    del self.ways[0]
             try:
-                return self.compute(parameters, x, y)
+                return self.ways[0](parameters, x, y)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
-                said = " ".join(str(error).split())
-                raise PacelineError(
-                    f"the module or the loss of {self.name} failed: {type(error).__name__}: {said}"
-                ) from error
+                raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> PacelineError:
+        said = " ".join(str(error).split())
+        return PacelineError(f"the module or the loss of {self.name} failed: {type(error).__name__}: {said}")
+
+
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seeds torch's generator for this device.
+
+    It is not `torch.manual_seed`, which writes down the stack for every device there might be, milliseconds a call.
+    """
+    generator = torch.default_generator if device == CPU else torch.cuda.default_generators[device.index]
+    generator.manual_seed(seed)
 
 
 def clip_rows(gradients: Tensor, most: float) -> None:

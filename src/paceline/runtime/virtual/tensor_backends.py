@@ -19,7 +19,8 @@ from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.world import SimulationPlan
 from paceline.sample_order import SHUFFLED, sample_order_of
-from paceline.tensors.layout import EPS, flatten, layout_of
+from paceline.tensors.devices import CPU
+from paceline.tensors.layout import EPS, Part, flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.tensors.shard_optimizer import ShardOptimizer
 from paceline.tensors.significance import significance
@@ -44,6 +45,8 @@ class Training:
     """How the parameters are cut over the servers."""
     shards: str = SHUFFLED
     """How samples are dealt: shuffled, or sorted by label, each worker its own for good."""
+    device: torch.device = CPU
+    """Where gradients are computed, and where data, parameters and the optimizer's state are."""
 
 
 class TensorBackend(Backend):
@@ -59,7 +62,9 @@ class TensorBackend(Backend):
         self.training = training
         self.engine = engine
         self.watch = watch
-        self.module = workload.module(plan.seed, training.dtype)
+        self.device = training.device
+        self.workload = workload.on(self.device)
+        self.module = workload.module(plan.seed, training.dtype).to(self.device)
         named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
         self.layout = layout_of(named, "layers" if plan.by_layer else optimizer.borders, training.slicing)
         optimizer.check(self.layout)
@@ -69,11 +74,13 @@ class TensorBackend(Backend):
         self.clips_mean = optimizer.extras.clip_mean is not None
         self.names = {name for name, _, _ in named}
         self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
-        self.flat = self.layout.empty()
+        self.flat = self.layout.empty(self.device)
         """The parameters that are evaluated."""
         flatten(self.trained, self.layout.views(self.flat))
         self.shards = self.layout.slices(parts)
-        self.gradients = Gradients(workload, self.module, self.layout, self.shards, plan.seed, optimizer.extras.clip)
+        self.gradients = Gradients(
+            self.workload, self.module, self.layout, self.shards, plan.seed, optimizer.extras.clip
+        )
         batch = training.batch or workload.batch
         self.sample_order = sample_order_of(training.shards, workload.train, self.workers, batch, plan.seed)
         self.history: list[Point] = []
@@ -82,6 +89,16 @@ class TensorBackend(Backend):
         self.consensus: list[tuple[float, float]] = []
         """Without servers: when, and how far from their average the peers were."""
         self.reached_s: float | None = None
+
+    def optimizer(self, part: Part, values: Tensor) -> ShardOptimizer:
+        """Makes what steps a part of the parameters.
+
+        On a GPU each call of torch costs more than stepping a whole slice, so an elementwise optimizer has all tensors
+        as one.
+        """
+        spec = self.training.optimizer
+        together = self.device != CPU and spec.borders == "anywhere"
+        return ShardOptimizer(self.layout.joined() if together else self.layout, part, values, spec)
 
     def order(self, process: Process, iteration: int, parameters: Tensor) -> None:
         """Have a gradient computed on these parameters some time, and on the samples that are the worker's turn."""
@@ -112,7 +129,7 @@ class TensorBackend(Backend):
         self.evaluated_at = self.consumed()
         with torch.no_grad():
             torch._foreach_copy_(self.trained, self.layout.views(self.flat))
-        measured = self.training.workload.evaluate(self.module)
+        measured = self.workload.evaluate(self.module)
         point = Point(self.engine.now, self.steps(), measured)
         self.history.append(point)
         if self.watch is not None:
@@ -126,7 +143,7 @@ class TensorBackend(Backend):
     def others(self) -> dict[str, Tensor]:
         """What the model holds besides what is trained: frozen parameters and buffers."""
         held = self.module.state_dict()
-        return {name: value.clone() for name, value in held.items() if name not in self.names}
+        return {name: value.cpu().clone() for name, value in held.items() if name not in self.names}
 
 
 class ServerTensors(TensorBackend):
@@ -136,9 +153,7 @@ class ServerTensors(TensorBackend):
 
     def __init__(self, plan: SimulationPlan, training: Training, engine: Engine, watch: Watcher | None = None) -> None:
         super().__init__(plan, training, engine, watch)
-        self.optimizers = [
-            ShardOptimizer(self.layout, part, self.flat[part], training.optimizer) for part in self.shards
-        ]
+        self.optimizers = [self.optimizer(part, self.flat[part]) for part in self.shards]
         self.consumed_by = [0] * len(self.shards)
         """How many gradients each shard has applied, and in how many steps."""
         self.steps_of = [0] * len(self.shards)
@@ -150,7 +165,7 @@ class ServerTensors(TensorBackend):
 
     def read(self, process: Process, shard: int) -> None:
         if process not in self.pulled:
-            self.pulled[process] = self.layout.empty()
+            self.pulled[process] = torch.empty_like(self.flat)
         self.pulled[process][self.shards[shard]] = self.optimizers[shard].values
 
     def compute(self, process: Process, iteration: int) -> None:
@@ -205,8 +220,7 @@ class PeerTensors(TensorBackend):
 
     def join(self, process: Process) -> None:
         rank = process[0]
-        values = self.initial.clone()
-        self.peers[rank] = ShardOptimizer(self.layout, self.shards[WHOLE], values, self.training.optimizer)
+        self.peers[rank] = self.optimizer(self.shards[WHOLE], self.initial.clone())
         self.received[rank] = {}
 
     def leave(self, process: Process) -> None:

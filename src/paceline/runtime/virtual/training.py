@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from paceline.core.policy import PeerPolicy
@@ -11,6 +13,9 @@ from paceline.runtime.virtual.peers import PeerSimulation
 from paceline.runtime.virtual.simulation import Simulation
 from paceline.runtime.virtual.tensor_backends import PeerTensors, ServerTensors, TensorBackend, Training, Watcher
 from paceline.runtime.virtual.world import SimulationPlan
+from paceline.tensors.devices import exact
+
+LOG = logging.getLogger(__name__)
 
 
 def run_training(plan: SimulationPlan, training: Training, watch: Watcher | None = None) -> Run:
@@ -23,17 +28,21 @@ def run_on(backend: TensorBackend, plan: SimulationPlan) -> Run:
     """Simulates a run with this backend, which must be new."""
     engine, training, layout = backend.engine, backend.training, backend.layout
     simulation = (PeerSimulation if isinstance(backend, PeerTensors) else Simulation)(plan, backend, engine)
-    backend.evaluate()
-    simulation.run()
-    if backend.history[-1].time_s < engine.now and backend.reached_s is None:
+    with exact(training.device) as uncertain:
         backend.evaluate()
-    averages = backend.averages()
+        simulation.run()
+        if backend.history[-1].time_s < engine.now and backend.reached_s is None:
+            backend.evaluate()
+    if uncertain:
+        names = ", ".join(sorted(uncertain))
+        LOG.warning("equal seeds need not give equal runs here: torch has no deterministic %s for a GPU", names)
+    averages = [average.cpu() for average in backend.averages()]
     return Run(
         policy=str(plan.policy),
         runtime=backend.name,
         history=backend.history,
         trace=simulation.trace,
-        parameters=layout.named(backend.flat),
+        parameters=layout.named(backend.flat.cpu()),
         time_s=engine.now,
         target=training.target,
         time_to_target_s=backend.reached_s,
