@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import netns
+from paceline.bench.hosts import netns
 from tests.live.conftest import nothing_left_behind  # noqa: F401  (the same guard)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from paceline import run_folder
+from paceline.bench.hosts.netns import Host, Process
 from paceline.run import Run
-from tests.hosts.netns import Host, Process
 
 JOB = Path(__file__).parent / "job.py"
 FORKS = Path(__file__).parent / "forks.py"

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from paceline.bench import competitors
-from tests.hosts.netns import Hosts
+from paceline.bench.hosts.netns import Hosts
 
 PARAMS, WARM, COUNT, WORKERS = 100_000, 2, 20, 2
 NEEDED = 2 * 4 * PARAMS * (WARM + COUNT) * WORKERS

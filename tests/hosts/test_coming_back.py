@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.bench.hosts.netns import Hosts
 from paceline.core.actions import Apply
 from paceline.core.messages import Handle
 from paceline.core.trace import read_records
 from paceline.run import Run
-from tests.hosts.netns import Hosts
 from tests.hosts.running import Serving
 from tests.hosts.test_faults import PACED, check_applied_once
 from tests.reference import largest_difference, train_alone

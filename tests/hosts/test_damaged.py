@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hosts.netns import Hosts
+from paceline.bench.hosts.netns import Hosts
 from tests.hosts.running import Serving
 from tests.reference import train_alone
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.hosts.netns import Hosts, children
 from paceline.core.actions import Apply
 from paceline.core.events import GradientReady
 from paceline.run import Run
 from paceline.runtime.live.messaging.key_files import KeyFile, read_key_file, write_key_file
 from paceline.runtime.live.messaging.remote_links import make_keys
-from tests.hosts.netns import Hosts, children
 from tests.hosts.running import Serving
 
 PACED = ("--cluster", "steady:compute_s=0.02")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.netns import Host, Hosts, members
+from paceline.bench.hosts.netns import Host, Hosts, members
 
 ECHO = """
 import socket, sys
@@ -215,7 +215,7 @@ def test_nothing_is_left_when_the_harness_is_killed() -> None:
     before = seen()
     script = """
 import os, sys, time
-from tests.hosts.netns import Hosts
+from paceline.bench.hosts.netns import Hosts
 with Hosts(2) as hosts:
     hosts[0].slow(delay_ms=1)
     hosts[0].popen(["setsid", "sleep", "600"])

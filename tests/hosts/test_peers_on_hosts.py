@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paceline import run_folder
+from paceline.bench.hosts.netns import Host, Hosts, Process, children
 from paceline.core.events import GradientReady
 from paceline.run import Run
-from tests.hosts.netns import Host, Hosts, Process, children
 from tests.hosts.running import Serving
 from tests.reference import largest_difference, train_alone
 

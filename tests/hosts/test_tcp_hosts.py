@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.netns import Host, Hosts
+from paceline.bench.hosts.netns import Host, Hosts
 
 LISTEN = """
 import sys, time

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from paceline import run_folder
+from paceline.bench.hosts.netns import Host, Hosts
 from paceline.runtime.live.storage import checkpoint
 from tests.hosts.launching import TORCHRUN, Launched
-from tests.hosts.netns import Host, Hosts
 from tests.hosts.running import JOB, job
 from tests.reference import largest_difference, train_alone
 

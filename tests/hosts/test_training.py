@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import run_folder
-from tests.hosts.netns import Hosts
+from paceline.bench.hosts.netns import Hosts
 from tests.hosts.running import Serving, job
 from tests.reference import largest_difference, train_alone
 

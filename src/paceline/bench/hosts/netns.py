@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+SOURCES = HERE.parents[2]
 TOOLS = ("ip", "mount", "nsenter", "unshare")
 KINDS = ("--mount", "--uts", "--ipc", "--net", "--pid")
 SUBNET = "10.77.0"
@@ -126,7 +126,7 @@ class Host(_Namespaces):
 
         It ends with the host at the latest.
         """
-        folder = str(options.pop("cwd", ROOT))
+        folder = str(options.pop("cwd", Path.cwd()))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": "/tmp", **(env or {})}
         entering = [sys.executable, "-S", "-E", str(HERE / "enter.py"), str(self.holder), folder]
         options = {"text": True, "stdin": subprocess.DEVNULL, **options}
@@ -234,7 +234,7 @@ class Hosts(Sequence[Host]):
     """`n` hosts that reach each other, and nothing else; a context manager."""
 
     def __init__(self, n: int, share: Path | None = None) -> None:
-        needed = {ROOT, Path(sys.prefix), Path(sys.base_prefix), *([share] if share else [])}
+        needed = {SOURCES, Path.cwd(), Path(sys.prefix), Path(sys.base_prefix), *([share] if share else [])}
         below = sorted(folder for folder in {path.resolve() for path in needed} if folder.is_relative_to("/tmp"))
         # A folder inside one that is in sight already is in sight.
         self._visible = [one for one in below if not any(one != other and one.is_relative_to(other) for other in below)]
