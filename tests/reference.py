@@ -5,19 +5,25 @@ from __future__ import annotations
 import torch
 
 from paceline import workloads
-from paceline.sample_order import SampleOrder
+from paceline.sample_order import Batch, SampleOrder
 from paceline.tensors import optimizers
 from paceline.workloads.base import in_dtype
 
 
 def train_alone(
-    workload_name: str, workers: int, iterations: int, optimizer: str, dtype: torch.dtype, seed: int = 0
+    workload_name: str,
+    workers: int,
+    iterations: int,
+    optimizer: str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    batch: Batch | None = None,
 ) -> dict[str, torch.Tensor]:
     workload = workloads.load(workload_name)
     module = workload.module(seed, dtype)
     spec = optimizers.parse(optimizer)
     opt = spec.build([list(module.parameters())])
-    order = SampleOrder(len(workload.train[0]), workers, workload.batch, seed)
+    order = SampleOrder(len(workload.train[0]), workers, batch or workload.batch, seed)
     x, y = (in_dtype(tensor, dtype) for tensor in workload.train)
     for step in range(iterations):
         samples = torch.from_numpy(order.joined(step))

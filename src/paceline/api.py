@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.live_evaluation import LiveEvaluation
 from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
 from paceline.run import Point, Run, Target
-from paceline.sample_order import SHUFFLED
+from paceline.sample_order import SHUFFLED, Batch
 from paceline.tensors import optimizers
 from paceline.tensors.devices import CPU, check_device
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
@@ -50,7 +50,7 @@ def simulate(
     iterations: int | None = None,
     target: str | None = None,
     optimizer: str | None = None,
-    batch: int | None = None,
+    batch: int | Sequence[int] | None = None,
     seed: int = 0,
     dtype: str = "float32",
     by_layer: bool = False,
@@ -67,9 +67,9 @@ def simulate(
     `workload`, `policy` and `cluster` are texts, as for `paceline compare`, or objects; `paceline policies` and
     `paceline scenarios` list them. `servers` is 1 if not given; under a policy without any (hop, adpsgd) `workers` are
     peers, and what is evaluated is their average. Each worker does `iterations`; a run with a `target`
-    ("accuracy=0.95") ends when it is reached. `optimizer` ("adam:lr=0.001") and `batch`, the samples of a gradient, are
-    the workload's own if not given; `dtype` is "float32" or "float64". `watch` is called with each point of the history
-    as it comes.
+    ("accuracy=0.95") ends when it is reached. `optimizer` ("adam:lr=0.001") and `batch`, the samples of a gradient (a
+    sequence has those of each worker), are the workload's own if not given; `dtype` is "float32" or "float64". `watch`
+    is called with each point of the history as it comes.
 
     With `by_layer` workers read and push layer by layer, and there is a server for each layer. `slicing` is how the
     parameters are cut over the servers: "eps", equal slices, or "key-range", as in ps-lite. `shards` is how samples are
@@ -218,7 +218,7 @@ class Job:
         iterations: int | None,
         target: str | None,
         optimizer: str | None,
-        batch: int | None,
+        batch: int | Sequence[int] | None,
         seed: int,
         by_layer: bool = False,
         slicing: str = EPS,
@@ -244,7 +244,7 @@ class Job:
         elif self.cluster.machines or self.cluster.edges:
             raise ConfigError(f"machines and [[edge]] are for policies without servers: {self.policy} has some")
         self.target = Target.parse(target, self.workload.metrics) if target is not None else None
-        self.batch = check_count("batch", batch) if batch is not None else self.workload.batch
+        self.batch = check_batch(batch, self.members.workers) if batch is not None else self.workload.batch
         self.optimizer_text = optimizer or self.workload.optimizer
         self.optimizer = check_optimizer(self.optimizer_text, self.workload, self.batch, self.members, self.slicing)
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
@@ -304,6 +304,15 @@ def check_count(name: str, value: int, least: int = 1, most: int | None = None) 
     return value
 
 
+def check_batch(batch: int | Sequence[int], workers: int) -> Batch:
+    """Returns the samples of a gradient: one number, or one for each worker."""
+    if not isinstance(batch, Sequence):
+        return check_count("batch", batch)
+    if len(batch) != workers:
+        raise ConfigError(f"batch has {len(batch)} sizes, there are {workers} workers: one for each")
+    return tuple([check_count("batch", each) for each in batch])
+
+
 def check_policy(policy: str | Policy, members: Members) -> Policy:
     checked = policies.parse(policy)
     checked.validate(members)
@@ -350,9 +359,11 @@ def check_live(
     return LiveSize(members, checked, scenario)
 
 
-def check_optimizer(text: str, workload: Workload, batch: int, members: Members, slicing: str = EPS) -> OptimizerSpec:
+def check_optimizer(text: str, workload: Workload, batch: Batch, members: Members, slicing: str = EPS) -> OptimizerSpec:
     """Returns the optimizer for this workload; refuses one that cannot train its tensors on so many servers."""
     spec = optimizers.parse(text)
+    if not isinstance(batch, int):
+        batch = max(1, sum(batch) // len(batch))
     if not spec.extras.batch:
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
     layout = layout_of(trained_in(workload), spec.borders, slicing)

@@ -10,6 +10,7 @@ iteration are in the model. In a world of one it is the inner optimizer's own `s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from paceline.core import spec
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
 from paceline.lr_schedulers import LRSchedulers, Scheduler
-from paceline.optimizer_steps import LiveSteps, LocalSteps, tensors_of, trained_and_frozen
+from paceline.optimizer_steps import LiveSteps, LocalSteps, check_weight, tensors_of, trained_and_frozen
 from paceline.runtime.live.system.training_end import Stopped
 from paceline.tensors import state
 from paceline.tensors.layout import layout_of
@@ -126,22 +127,26 @@ class Optimizer(torch.optim.Optimizer):
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
         return ModelDescription(layout, list(trained), described, learned, others, buffers, aliases, model)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, weight: float | None = None) -> Any:
         """One iteration: run `closure` (zero_grad, forward, backward, return the loss), then exchange.
 
-        Without a closure the gradients must be there already, as after `loss.backward()`.
+        Without a closure the gradients must be there already, as after `loss.backward()`. `weight` is how much the
+        gradient counts beside the others', as its tokens; if it is not given, the samples drawn from a
+        `paceline.Sampler` for this step, and 1 without one.
         """
+        if weight is not None:
+            check_weight(weight)
         if self.live is None or self.live.participant.steps_here:
-            return self._step(closure)  # the inner one takes the step, and is watched
+            return self._step(closure, weight)  # the inner one takes the step, and is watched
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or GLOBAL_BEFORE or GLOBAL_AFTER
         watched = hooks or torch._C._autograd._profiler_enabled()
-        return self._watched_step(closure) if watched else self._step(closure)
+        return self._watched_step(closure, weight) if watched else self._step(closure, weight)
 
     # torch wraps `step` of every optimizer class in what calls hooks and is seen in profiles, unless it is marked as
     # wrapped already. Those are some twenty calls more, so it is done where there is somebody to notice.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None, weight: float | None = None) -> Any:
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
@@ -154,7 +159,7 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 loss = self.live.compute(closure)
                 if self._scaler_allows():
-                    self._take_part(self.live, self.live.exchange)
+                    self._take_part(self.live, partial(self.live.exchange, weight))
                 else:
                     self.skip_step()
                 return loss

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PacelineError
+from paceline.core.messages import MOST_WEIGHT
+from paceline.errors import ConfigError, PacelineError
 from paceline.lr_schedulers import LRSchedulers
 from paceline.tensors.optimizers import Extras, hyper_of
 from paceline.tensors.piece_optimizers import Hyper
@@ -102,7 +103,7 @@ class LiveSteps:
         finally:
             barrier.in_step = False
 
-    def exchange(self) -> None:
+    def exchange(self, weight: float | None = None) -> None:
         """Hands the gradients in; returns when the model holds the parameters of the next iteration."""
         if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
             raise PacelineError(
@@ -113,7 +114,7 @@ class LiveSteps:
             clip(groups, self.norm)
         self.schedulers.report()
         self.participant.slow_down(self.started)
-        self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups))
+        self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups), weight)
         self.participant.pass_slow_link()
 
     def skip(self) -> None:
@@ -164,6 +165,13 @@ def trained_and_frozen(inner: torch.optim.Optimizer) -> tuple[Sequence[Tensor], 
     """Returns an optimizer's tensors that take gradients, and those that do not."""
     every = tensors_of(inner.param_groups)
     return [tensor for tensor in every if tensor.requires_grad], [each for each in every if not each.requires_grad]
+
+
+def check_weight(weight: float) -> None:
+    """Refuses what no gradient can weigh."""
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not 0 < weight <= MOST_WEIGHT:
+        raise ConfigError(f"weight={weight!r} is out of range: a number above 0, at most {MOST_WEIGHT:g}")
 
 
 def clip(groups: Groups, norm: float) -> None:

@@ -2,7 +2,8 @@
 
 Sample k of the stream is element k % n of the permutation of epoch k // n. Step t of N workers together is the
 N * batch samples from t * N * batch on, the joined batch that single-process training would take; of these,
-worker w takes every N-th from the w-th on.
+worker w takes every N-th from the w-th on. Where batches differ, each worker takes its own part of the joined batch, in
+the order of ranks.
 """
 
 from __future__ import annotations
@@ -19,20 +20,33 @@ KEPT_STEPS = 16
 SHUFFLED, SORTED = "shuffled", "sorted"
 
 
+Batch = int | tuple[int, ...]
+"""The samples of a gradient, of all workers' or of each worker's."""
+
+
 class SampleOrder:
     """The order of the samples of a data set of `size`, for `workers` that take `batch` at a time."""
 
-    def __init__(self, size: int, workers: int, batch: int, seed: int) -> None:
+    def __init__(self, size: int, workers: int, batch: Batch, seed: int) -> None:
         self.size = size
         self.workers = workers
-        self.batch = batch
+        self.batches = (batch,) * workers if isinstance(batch, int) else batch
         self.seed = seed
         self.epochs: dict[int, NDArray[np.int64]] = {}
         self.steps: dict[int, NDArray[np.int64]] = {}
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all workers take batches of one size."""
+        return len(set(self.batches)) == 1
+
     def of_worker(self, worker: int, step: int) -> NDArray[np.int64]:
         """Returns the samples of one worker's step."""
-        return self.joined(step)[worker % self.workers :: self.workers]
+        rank = worker % self.workers
+        if self.is_even:
+            return self.joined(step)[rank :: self.workers]
+        first = sum(self.batches[:rank])
+        return self.joined(step)[first : first + self.batches[rank]]
 
     def joined(self, step: int) -> NDArray[np.int64]:
         """Returns the samples of all workers' step together."""
@@ -45,7 +59,8 @@ class SampleOrder:
         return samples
 
     def _join(self, step: int) -> NDArray[np.int64]:
-        first, count = step * self.workers * self.batch, self.workers * self.batch
+        count = sum(self.batches)
+        first = step * count
         parts = []
         while count:
             epoch, offset = divmod(first, self.size)
@@ -67,14 +82,14 @@ class SampleOrder:
 class SortedSampleOrder(SampleOrder):
     """The other extreme: each worker has samples of its own for good, and those are sorted by label."""
 
-    def __init__(self, labels: NDArray[np.int64], workers: int, batch: int, seed: int) -> None:
+    def __init__(self, labels: NDArray[np.int64], workers: int, batch: Batch, seed: int) -> None:
         super().__init__(len(labels), workers, batch, seed)
         self.parts = np.array_split(np.argsort(labels, kind="stable"), workers)
 
     def of_worker(self, worker: int, step: int) -> NDArray[np.int64]:
-        part = self.parts[worker % self.workers]
+        part, batch = self.parts[worker % self.workers], self.batches[worker % self.workers]
         random = np.random.Generator(np.random.PCG64([self.seed, SAMPLE_STREAM, worker, step]))
-        return random.choice(part, self.batch, replace=len(part) < self.batch)
+        return random.choice(part, batch, replace=len(part) < batch)
 
 
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -83,7 +98,7 @@ def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return random.permutation(size)
 
 
-def sample_order_of(shards: str, data: tuple[Tensor, Tensor], workers: int, batch: int, seed: int) -> SampleOrder:
+def sample_order_of(shards: str, data: tuple[Tensor, Tensor], workers: int, batch: Batch, seed: int) -> SampleOrder:
     """Returns the order of this name, `shuffled` or `sorted`, for a data set of (inputs, targets)."""
     if shards == SHUFFLED:
         return SampleOrder(len(data[0]), workers, batch, seed)

@@ -9,7 +9,7 @@ import torch
 from paceline import session
 from paceline.live_evaluation import LiveEvaluation
 from paceline.optim import Optimizer
-from paceline.sample_order import SampleOrder
+from paceline.sample_order import Batch, SampleOrder
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.workloads.base import Workload
 
@@ -19,7 +19,7 @@ SHOWN_EVERY_S = 0.25
 def train(
     workload: Workload,
     optimizer: OptimizerSpec,
-    batch: int,
+    batch: Batch,
     iterations: int,
     seed: int,
     evaluation: LiveEvaluation | None = None,
@@ -45,7 +45,7 @@ def train(
             loss.backward()
             return loss
 
-        loss = opt.step(closure)
+        loss = opt.step(closure, weight=None if order.is_even else len(samples))
         if world.rank != 0:
             continue
         if evaluation is None or world.live is None:

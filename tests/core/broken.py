@@ -16,6 +16,7 @@ from paceline.core.messages import Handle, Members, Parameters, Pull, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.progress import Progress
 from paceline.core.pull_gate import PullGate
+from paceline.core.push_weights import PushWeights
 from paceline.core.shard import Shard
 from paceline.core.worker import NOT_STARTED, Worker
 from paceline.policies import BSP, DSSP, SSP, Backup, Deadline
@@ -476,3 +477,26 @@ class DecidesAnew(Deadline):
     def calls(self) -> int:
         object.__setattr__(self, "n", getattr(self, "n", 0) + 1)
         return int(self.n)  # type: ignore[attr-defined]
+
+
+# Weights of pushes.
+
+
+class CountsWorkers(UncheckedShard):
+    """A step on arrival takes 1/N, whatever the gradient weighs."""
+
+    def apply(self, handles: tuple[Handle, ...], weight: float, norm: float | None = None) -> None:
+        super().apply(handles, 1.0 / self.sharing, norm)
+
+
+class NeverForgets(PushWeights):
+    def forget(self, worker: int) -> None:
+        """Keep the weight of a worker that is lost."""
+
+
+class ForgetsNobodysWeight(UncheckedShard):
+    """A lost worker's weight counts for the mean of the others'."""
+
+    def __init__(self, policy: CentralPolicy, rank: int, members: Members, seed: int = 0) -> None:
+        super().__init__(policy, rank, members, seed)
+        self.weights = NeverForgets()

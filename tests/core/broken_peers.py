@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from paceline.core.actions import Drop
 from paceline.core.adpsgd_peer import NOBODY, ADPSGDPeer
 from paceline.core.events import GradientRejected, HelloArrived, OfferArrived, ViewChanged
 from paceline.core.hop_peer import HopPeer, Phase
-from paceline.core.messages import Ack, Handle, Token
+from paceline.core.messages import Ack, Handle, Token, Update
 from paceline.core.topology import Topology, topology
 from paceline.core.update_queue import HopRules, UpdateQueue, WeightedAverage
 from paceline.policies import Hop
@@ -110,8 +112,8 @@ class Hoarding(UpdateQueue):
     def is_late(self, handle: Handle, averaged: int) -> bool:
         return False
 
-    def pop_average(self, k: int, weights: Mapping[int, float]) -> WeightedAverage:
-        average = super().pop_average(k, weights)
+    def pop_average(self, k: int, weights: Mapping[int, float], own: float) -> WeightedAverage:
+        average = super().pop_average(k, weights, own)
         for handle in average.late:
             self.held[handle.source][handle.iteration] = handle
         return WeightedAverage(average.handles, average.weights, average.own, ())
@@ -123,6 +125,13 @@ class KeepsWhatIsLate(Unchecked):
     def __init__(self, rank: int, graph: Topology, rules: HopRules) -> None:
         super().__init__(rank, graph, rules)
         self.queue = Hoarding(rules)
+
+
+class WeighsItselfAlone(Unchecked):
+    """Does not say what its parameters weigh."""
+
+    def parameters(self) -> Update:
+        return Update(replace(super().parameters().handle, weight=1.0))
 
 
 class ForgetsInSilence(Unchecked):

@@ -394,3 +394,31 @@ def test_a_broken_rule_is_caught(make: type[Machine], text: str | OnGraph, rules
         if caught & rules:
             return
     assert caught & rules, f"not caught: {caught}"
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("text", [text for text in MODES if text.startswith("hop")])
+def test_averages_are_weighted_by_the_samples_behind_the_parameters(text: str) -> None:
+    for seed in range(10):
+        for faults in (False, True):
+            story = play_peers(
+                policy_of(text), peers=4 + seed % 5, iterations=12, seed=seed, faults=faults, weighted=True
+            )
+            made = replay(
+                story.trace, lambda node, header: parse(header.policy).machine(*node, header.members, header.seed)
+            )
+            assert made == []
+
+
+def test_a_peer_that_weighs_wrongly_is_caught() -> None:
+    policy = policy_of("hop:graph=ring-based")
+    assert isinstance(policy, Hop)
+
+    def made(rank: int, members: Members, seed: int) -> Machine:
+        return broken_peers.WeighsItselfAlone(rank, policy.topology(5), policy.rules)
+
+    with pytest.raises(PolicyBroken) as caught:
+        play_peers(policy, peers=5, iterations=12, seed=1, make=made, weighted=True)
+    assert caught.value.rule == "average"

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.actions import Answer, Apply, Drop, Park, Send
-from paceline.core.events import PullArrived, PullRepeated, PushArrived, PushRejected, ViewChanged
+from paceline.core.events import GradientReady, PullArrived, PullRepeated, PushArrived, PushRejected, ViewChanged
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Pull, Role
 from paceline.core.policy import CentralPolicy
@@ -128,6 +129,60 @@ class TestMorePolicies:
         assert trace.to_bytes() == play_one(parse(text), 4000).trace.to_bytes()  # type: ignore[arg-type]
         remade = replay(trace, lambda node, header: parse(header.policy).machine(*node, header.members, header.seed))
         assert remade == []
+
+
+WEIGHTED = ["bsp", "asp", "ssp:staleness=2", "backup:extra=1", "deadline", "asp:staleness_weighted=true", "asp@0,bsp@4"]
+
+
+@pytest.mark.parametrize("text", WEIGHTED)
+def test_steps_are_weighted_by_the_samples_behind_them(text: str) -> None:
+    policy = parse(text)
+    assert isinstance(policy, CentralPolicy)
+    for seed in range(25):
+        story = play(policy, workers=4, iterations=8, seed=seed, weighted=True)
+        assert replay(story.trace, lambda node, header: policy.machine(*node, header.members, header.seed)) == []
+    story = play(policy, workers=3, iterations=8, seed=1, weighted=True)
+    handles = [
+        h for record in story.trace for action in record.actions if isinstance(action, Apply) for h in action.handles
+    ]
+    assert {handle.weight for handle in handles} == {0.5, 8.0, 32.0}
+
+
+@pytest.mark.parametrize("substitute", [broken.CountsWorkers, broken.ForgetsNobodysWeight])
+def test_a_shard_that_weighs_wrongly_is_caught(substitute: type[Shard]) -> None:
+    def make(role: Role, rank: int, members: Members, seed: int) -> Machine:
+        policy = ASP()
+        return (
+            substitute(policy, rank, members, seed) if role == "server" else policy.machine(role, rank, members, seed)
+        )
+
+    def play_many() -> None:
+        for seed in range(60):
+            play(ASP(), workers=4, iterations=8, seed=seed, machine_factory=make, weighted=True)
+
+    with pytest.raises(PolicyBroken) as caught:
+        play_many()
+    assert caught.value.rule == "weight"
+
+
+def test_equal_weights_change_nothing_but_themselves() -> None:
+    """Steps on gradients of 32 samples each are those on gradients that say nothing."""
+
+    class Sized(Worker):
+        def on_gradient_ready(self, event: GradientReady) -> None:
+            super().on_gradient_ready(replace(event, weight=0.1))
+
+    def steps(policy: CentralPolicy, make: MachineFactory) -> list[tuple[float, int, int]]:
+        trace = play(policy, workers=3, iterations=8, seed=5, machine_factory=make).trace
+        actions = [action for record in trace for action in record.actions]
+        return [(each.weight, each.version, len(each.handles)) for each in actions if isinstance(each, Apply)]
+
+    for policy in (BSP(), ASP(), Backup(extra=1)):
+
+        def make(role: Role, rank: int, members: Members, seed: int, policy: CentralPolicy = policy) -> Machine:
+            return Sized(rank, members) if role == "worker" else policy.machine(role, rank, members, seed)
+
+        assert steps(policy, make) == steps(policy, policy.machine)
 
 
 @pytest.mark.parametrize("extra", range(4))

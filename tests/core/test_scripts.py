@@ -7,6 +7,7 @@ output up to the next empty line. `#` begins a remark. To one shard:
     view 2 0 1.1                         view number 2: worker 0, and worker 1 in incarnation 1
     lose 1 | join 1                      the next view, without worker 1 or with its next incarnation
     push 1.1 3 | pull 1.1 4              worker 1 (incarnation 1) pushed iteration 3, asks for iteration 4
+    push 1.1 3 of 8                      the same with a gradient that stands for 8 samples
     reject 0 3 not finite                a slice arrived that must not be applied
     where                                V, version, next, and what is held or parked
 
@@ -187,16 +188,17 @@ class Stage:
             self.flight.append((Node("driver", 0), (node.rank, self.lives.get(node, 0)), node, event))
         return [f"on the way: {to_text(event)}"]
 
-    def push(self, who: str, iteration: str) -> list[str]:
-        return self.step(Node("server", 0), PushArrived(0.0, Push(self.handle(who, iteration))))
+    def push(self, who: str, iteration: str, of: str = "of", weight: str = "1") -> list[str]:
+        assert of == "of"
+        return self.step(Node("server", 0), PushArrived(0.0, Push(self.handle(who, iteration, float(weight)))))
 
     def reject(self, who: str, iteration: str, *why: str) -> list[str]:
         push = Push(self.handle(who, iteration))
         return self.step(Node("server", 0), PushRejected(0.0, push, " ".join(why)))
 
-    def handle(self, who: str, iteration: str) -> Handle:
+    def handle(self, who: str, iteration: str, weight: float = 1.0) -> Handle:
         process = process_of(who)
-        return Handle(*process, int(iteration), self.versions.get(process, 0), 8)
+        return Handle(*process, int(iteration), self.versions.get(process, 0), 8, weight)
 
     def pull(self, who: str, iteration: str) -> list[str]:
         return self.step(Node("server", 0), PullArrived(0.0, Pull(*process_of(who), int(iteration))))

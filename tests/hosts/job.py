@@ -1,4 +1,7 @@
-"""A script for the tests, as `paceline compare --live` trains: job.py WORKLOAD OPTIMIZER BATCH ITERATIONS"""
+"""A script for the tests, as `paceline compare --live` trains: job.py WORKLOAD OPTIMIZER BATCH ITERATIONS
+
+BATCH may be one number for each worker: 40,24,7.
+"""
 
 import sys
 
@@ -9,4 +12,6 @@ from paceline.workload_training import train
 
 name, optimizer, batch, iterations = sys.argv[1:5]
 workload = workloads.load(name)
-train(workload, check_optimizer(optimizer, workload, int(batch), Members(1, 1)), int(batch), int(iterations), 0)
+sizes = tuple(map(int, batch.split(",")))
+samples = sizes if len(sizes) > 1 else sizes[0]
+train(workload, check_optimizer(optimizer, workload, samples, Members(1, 1)), samples, int(iterations), 0)

@@ -97,7 +97,7 @@ class Serving:
 
 
 def job(
-    workload: str = "digits-mlp", optimizer: str = "sgd:lr=0.1", batch: int = 32, iterations: int = 100
+    workload: str = "digits-mlp", optimizer: str = "sgd:lr=0.1", batch: int | str = 32, iterations: int = 100
 ) -> list[str]:
     """The script and its arguments."""
     return [str(JOB), workload, optimizer, str(batch), str(iterations)]

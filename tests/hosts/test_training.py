@@ -17,18 +17,19 @@ ITERATIONS = 50
 
 
 @pytest.mark.timeout(240)
-def test_bsp_over_three_hosts_equals_single_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [(32, 32, 32), pytest.param((40, 24, 7), marks=pytest.mark.ci)], ids=str)
+def test_bsp_over_three_hosts_equals_single_process(tmp_path: Path, batch: tuple[int, ...]) -> None:
     with (
         Hosts(3, share=tmp_path) as hosts,
         Serving(hosts[0], tmp_path, "--servers", "2", "--workers", "3", "--policy", "bsp") as serving,
     ):
-        script = job(iterations=ITERATIONS)
+        script = job(batch=",".join(map(str, batch)), iterations=ITERATIONS)
         for number, host in enumerate(hosts):
             serving.join(host, f"join{number}", 1, script)
         run = serving.end()
         said = serving.log("serve")
     assert "still to come)" in said
-    alone = train_alone("digits-mlp", 3, ITERATIONS, "sgd:lr=0.1", torch.float32)
+    alone = train_alone("digits-mlp", 3, ITERATIONS, "sgd:lr=0.1", torch.float32, batch=batch)
     assert largest_difference(run.parameters, alone) < 1e-5
     assert {record.node.rank for record in run.trace if record.node.role == "worker"} == set(range(3))
 

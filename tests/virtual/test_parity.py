@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline import simulate
+from paceline.core.actions import Apply
 from tests.reference import largest_difference, train_alone
 
 DELAYS = ["steady", "random-slowdown:factor=6", "one-slow:factor=4", "pareto:shape=1.2,latency_s=0.05,bandwidth=1e5"]
@@ -31,6 +32,51 @@ def test_bsp_equals_single_process_in_float64(servers: int, optimizer: str) -> N
         dtype="float64",
     )  # fmt: skip
     assert largest_difference(run.parameters, alone) < 1e-9
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("float64", 1e-9)])
+@pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9", "adam:lr=0.002,eps=1e-5"])
+def test_bsp_on_unequal_batches_equals_single_process_on_the_joined_batch(
+    optimizer: str, dtype: str, most: float
+) -> None:
+    batch = (40, 24, 7, 1)
+    alone = train_alone("digits-mlp", 4, 60, optimizer, getattr(torch, dtype), batch=batch)
+    for servers, cluster in ((1, "steady"), (3, "random-slowdown:factor=6")):
+        run = simulate(
+            policy="bsp", workers=4, servers=servers, cluster=cluster, iterations=60, optimizer=optimizer, batch=batch,
+            dtype=dtype,
+        )  # fmt: skip
+        assert largest_difference(run.parameters, alone) < most
+        assert run.replay() == []
+
+
+def test_a_clipped_mean_of_unequal_batches_has_the_norm_of_the_joined_batch() -> None:
+    batch, optimizer = (40, 7, 1), "sgd:lr=0.1,clip_mean=0.05"
+    alone = train_alone("digits-mlp", 3, 60, optimizer, torch.float64, batch=batch)
+    for servers in (1, 3):
+        run = simulate(workers=3, servers=servers, iterations=60, optimizer=optimizer, batch=batch, dtype="float64")
+        assert largest_difference(run.parameters, alone) < 1e-9
+
+
+def test_within_an_iteration_steps_on_arrival_of_unequal_batches_add_up_to_one_of_the_mean() -> None:
+    """Once everybody's weight is known: the first iteration takes the unknown ones to be equal."""
+    batch = (40, 24, 7, 1)
+    ssp = simulate(policy="ssp:staleness=0", workers=4, iterations=1, dtype="float64", batch=batch)
+    weights = [action.weight for record in ssp.trace for action in record.actions if isinstance(action, Apply)]
+    assert weights == pytest.approx([1 / 4, 24 / 4 / 32, 7 * 3 / 4 / 71, 1 / 72])
+    ssp = simulate(policy="ssp:staleness=0", workers=4, iterations=20, dtype="float64", batch=batch)
+    weights = [action.weight for record in ssp.trace for action in record.actions if isinstance(action, Apply)]
+    assert weights[4:] == pytest.approx([40 / 72, 24 / 72, 7 / 72, 1 / 72] * 19)
+
+
+def test_equal_batches_by_worker_are_batches_of_one_size_to_the_bit() -> None:
+    for policy in ("bsp", "asp", "hop:graph=ring-based"):
+        one, each = (
+            simulate(policy=policy, workers=4, cluster="random-slowdown", iterations=30, batch=batch)
+            for batch in (32, (32, 32, 32, 32))
+        )
+        assert one.trace.to_bytes() == each.trace.to_bytes()
+        assert largest_difference(one.parameters, each.parameters) == 0.0
 
 
 @pytest.mark.parametrize("servers", [2, 4])

@@ -85,11 +85,15 @@ class ParametersArrived(Fact, frozen=True):
 
 
 class GradientReady(Fact, frozen=True):
-    """The computation ordered by `Compute(iteration, attempt)` is done; `nbytes` per shard."""
+    """The computation ordered by `Compute(iteration, attempt)` is done; `nbytes` per shard.
+
+    The gradient stands for `weight` samples.
+    """
 
     iteration: int
     attempt: int
     nbytes: tuple[int, ...]
+    weight: messages.Weight = 1.0
 
 
 class TimerFired(Fact, frozen=True):

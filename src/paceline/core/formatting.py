@@ -84,7 +84,8 @@ def to_text(thing: events.Event | actions.Action | messages.Message) -> str:
         case actions.Wait(iteration, reason):
             return f"wait in iteration {iteration}: {reason}"
         case messages.Push(handle):
-            return f"push of iteration {handle.iteration} by worker {source_name(handle)}"
+            of_weight = f" of weight {handle.weight:g}" if handle.weight != 1 else ""
+            return f"push of iteration {handle.iteration} by worker {source_name(handle)}{of_weight}"
         case messages.Pull(iteration=iteration, attempt=attempt):
             again = f" for attempt {attempt}" if attempt else ""
             return f"pull of iteration {iteration} by worker {name(requester(thing))}{again}"

@@ -36,6 +36,7 @@ from paceline.core.actions import Apply, Compute, Drop, Reduce, Send, Wait
 from paceline.core.machine import IllegalEvent, Machine, require
 from paceline.core.messages import Ack, Handle, Hello, Node, PeerMessage, Process, Token, Update
 from paceline.core.neighbour_links import JOINING, LinkEvent, NeighbourLinks
+from paceline.core.push_weights import UNKNOWN
 from paceline.core.topology import Topology
 from paceline.core.update_queue import HopRules, UpdateQueue
 
@@ -71,6 +72,8 @@ class HopPeer(Machine):
         """The number of handles given to parameters so far: each sending has one of its own."""
         self.gradient: Handle | None = None
         """The gradient that was computed and is not applied yet."""
+        self.weight = UNKNOWN
+        """The weight of the last gradient that was applied."""
         self.acked: dict[int, int] = {}
         """out-neighbour -> the last iteration in which it averaged this peer's update."""
         self.seeds: dict[int, Handle] = {}
@@ -158,14 +161,17 @@ class HopPeer(Machine):
         return not self.links.defers(sender, event) and self.links.is_neighbour(sender)
 
     def on_gradient_ready(self, event: events.GradientReady) -> None:
-        self.finish_computing(event, "")
+        self.finish_computing(event, "", event.weight)
 
     def on_gradient_rejected(self, event: events.GradientRejected) -> None:
         """Leaves the step out; parameters are exchanged all the same."""
         self.finish_computing(event, event.reason)
 
-    def finish_computing(self, event: events.GradientReady | events.GradientRejected, refusal: str) -> None:
-        gradient = Handle(self.rank, self.links.incarnation, event.iteration, self.version, sum(event.nbytes))
+    def finish_computing(
+        self, event: events.GradientReady | events.GradientRejected, refusal: str, weight: float = UNKNOWN
+    ) -> None:
+        nbytes = sum(event.nbytes)
+        gradient = Handle(self.rank, self.links.incarnation, event.iteration, self.version, nbytes, weight)
         if self.phase is Phase.OUTSIDE:
             self.drop(gradient, "this peer was given up")
             return
@@ -230,7 +236,7 @@ class HopPeer(Machine):
         """Averages the updates of iteration k, if they are there."""
         if not self.queue.is_enough(k, self.links.firsts):
             return False
-        average = self.queue.pop_average(k, self.links.weights)
+        average = self.queue.pop_average(k, self.links.weights, self.weight)
         self.actions.append(Reduce(k, average.handles, average.weights, average.own))
         for handle in average.late:
             self.drop(handle, f"late: of iteration {handle.iteration}, averaged is {k}")
@@ -245,6 +251,7 @@ class HopPeer(Machine):
         if self.gradient is not None:
             self.version += 1
             self.actions.append(Apply((self.gradient,), 1.0, self.version))
+            self.weight = self.gradient.weight
             self.gradient = None
 
     def lacking(self) -> list[int]:
@@ -298,7 +305,7 @@ class HopPeer(Machine):
     def parameters(self) -> Update:
         """Names the parameters as they are now by a new handle."""
         self.sent += 1
-        return Update(Handle(self.rank, self.links.incarnation, self.iteration, self.sent, 0))
+        return Update(Handle(self.rank, self.links.incarnation, self.iteration, self.sent, 0, self.weight))
 
     def send_hello(self, peer: int, first: int | None = None) -> None:
         links = self.links

@@ -12,9 +12,9 @@ Messages, events and actions are trees of such structs, so the garbage collector
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 Role = Literal["worker", "server", "scheduler", "reducer", "driver", "peer"]
 
@@ -54,14 +54,25 @@ class View(Struct, frozen=True, array_like=True, tag=True, gc=False):
     finished: tuple[int, ...] = ()
 
 
+MOST_WEIGHT = 1e15
+Weight = Annotated[float, Meta(ge=0, le=MOST_WEIGHT)]
+"""How many samples a gradient stands for; 0 if that is not known (`core/push_weights.py`)."""
+
+
 class Handle(Struct, frozen=True, array_like=True, gc=False):
-    """The name of a gradient slice."""
+    """The name of a gradient slice, and its weight; of a peer's parameters, the weight of the gradient last in them."""
 
     source: int
     incarnation: int
     iteration: int
     version: int
     nbytes: int
+    weight: Weight = 1.0
+
+
+def in_rank_order(handles: list[Handle]) -> tuple[Handle, ...]:
+    """Sorts handles by rank, so that a mean does not depend on who came first."""
+    return tuple(sorted(handles, key=lambda handle: (handle.source, handle.incarnation)))
 
 
 class OfHandle(Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING
 from paceline.core import events
 from paceline.core.actions import Action, Answer, Apply, Drop, Measure, Park, Send, SetTimer
 from paceline.core.machine import IllegalEvent, Machine, require
-from paceline.core.messages import Handle, Members, Parameters, Pull, SliceNorm, View
+from paceline.core.messages import Handle, Members, Parameters, Pull, SliceNorm, View, in_rank_order
 from paceline.core.norm_reducer import REDUCER
 from paceline.core.progress import Progress
+from paceline.core.push_weights import PushWeights
 
 if TYPE_CHECKING:
     from paceline.core.policy import CentralPolicy
@@ -59,6 +60,7 @@ class Shard(Machine):
         self.incarnations: dict[int, int] = {}
         """The live members and their incarnations."""
         self.progress = Progress()
+        self.weights = PushWeights()
         self.version = 0
         self.held: dict[int, list[Handle]] = {}
         """iteration -> the gradients that wait for its mean."""
@@ -125,6 +127,8 @@ class Shard(Machine):
                 del self.incarnations[worker]
                 self.departed[worker, incarnation] = self.progress.next[worker]
                 self.progress.leave(worker)
+                if worker not in event.view.finished:
+                    self.weights.forget(worker)
                 self.gate.forget(worker)
                 self.dropped.discard(worker)
                 self.owing.discard(worker)
@@ -135,6 +139,7 @@ class Shard(Machine):
         for worker, incarnation in named.items():
             if worker not in self.incarnations:
                 self.incarnations[worker] = incarnation
+                self.weights.forget(worker)
                 self.progress.join(worker)
         for worker, pull in list(self.early.items()):
             if worker in named and pull.incarnation <= named[worker]:
@@ -151,7 +156,7 @@ class Shard(Machine):
         if not self.counts(handle, good=True, significance=event.significance):
             return
         if self.policy.on_arrival or handle.iteration < self.progress.V:
-            weight = 1.0 / self.sharing if self.scaled else 1.0
+            weight = self.weights.of(handle.source) / self.sharing if self.scaled else 1.0
             if self.weighted:
                 # A shard that was restored may be behind what its workers have read.
                 weight /= 1 + max(0, self.version - handle.version)
@@ -197,6 +202,7 @@ class Shard(Machine):
         owing = worker in self.owing
         self.owing.discard(worker)
         if good:
+            self.weights.note(handle)
             self.gate.note_push(handle, self.now, significance)
             self.note_push(worker, iteration)
         else:
@@ -321,9 +327,8 @@ class Shard(Machine):
         progress = self.progress
         handles = self.held.pop(progress.V, None)
         if handles:
-            # Of a mean, too, those who have finished keep their share, though most add nothing to it any more.
-            last = {handle.source for handle in handles}.intersection(self.view.finished)
-            self.apply(in_rank_order(handles), (len(self.incarnations) + len(last)) / self.sharing, norm)
+            weight = self.weights.share_of_mean(handles, self.incarnations.keys(), self.view.finished)
+            self.apply(in_rank_order(handles), weight, norm)
         progress.rise()
         self.overtime = False
         while (policy := self.plan.in_force(self.rank, progress.V)) is not self.policy and policy != self.policy:
@@ -345,7 +350,8 @@ class Shard(Machine):
         progress = self.progress
         for iteration in sorted(self.held):
             handles = self.held.pop(iteration)
-            self.apply(in_rank_order(handles), min(1.0, len(handles) / self.sharing))
+            weight = self.weights.sum_of(handle.source for handle in handles) / self.sharing
+            self.apply(in_rank_order(handles), min(1.0, weight))
         V = progress.V
         to = max(V, *progress.next.values())
         # Whoever is parked has pushed already: what it computes next, it computes under the new policy.
@@ -392,8 +398,3 @@ class Shard(Machine):
             require(self.incarnations.get(worker) == pull.incarnation, f"worker {worker} waits but is no member")
             freed_at = parked.get(worker, -1)
             require(freed_at > progress.V, f"worker {worker} is parked for V={freed_at}, V is {progress.V}")
-
-
-def in_rank_order(handles: list[Handle]) -> tuple[Handle, ...]:
-    """Sorts handles by rank, so that a mean does not depend on who came first."""
-    return tuple(sorted(handles, key=lambda handle: (handle.source, handle.incarnation)))

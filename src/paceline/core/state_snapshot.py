@@ -3,11 +3,11 @@
     state = take_snapshot(shard)              lists, numbers and texts; msgpack takes them
     restore_snapshot(fresh, state)            `fresh`, a new machine of the same policy, is now as `shard` was
 
-Everything a machine remembers is in its attributes, those of its `Progress` and those of its gate: numbers, texts,
-messages of the core, and lists, dicts, sets and deques of them. They are written attribute by attribute and put back
-into the objects that the fresh machine has in those places, so no class is looked up by a name in a file, and nothing
-can be made that was not there. Policies are not written: they are frozen, and the fresh machine has its own. The order
-of dicts is kept, for the order in which workers came may matter.
+Everything a machine remembers is in its attributes, those of its `Progress`, its `PushWeights` and its gate: numbers,
+texts, messages of the core, and lists, dicts, sets and deques of them. They are written attribute by attribute and put
+back into the objects that the fresh machine has in those places, so no class is looked up by a name in a file, and
+nothing can be made that was not there. Policies are not written: they are frozen, and the fresh machine has its own.
+The order of dicts is kept, for the order in which workers came may matter.
 
 A gate of a user's own that remembers something else (a `random.Random`, an array, an object of its own) cannot be
 frozen: `CannotSnapshot`.
@@ -24,6 +24,7 @@ from paceline.core import messages
 from paceline.core.policy import Policy
 from paceline.core.progress import Progress
 from paceline.core.pull_gate import PullGate
+from paceline.core.push_weights import PushWeights
 from paceline.core.shard import Shard
 
 PLAIN = (type(None), bool, int, float, str, bytes)
@@ -74,7 +75,7 @@ def _freeze(value: Any, where: str) -> Any:
         return ["message", kind.__name__, [_freeze(each, where) for each in fields]]
     if isinstance(value, Policy):
         return ["policy"]
-    if isinstance(value, PullGate | Progress):
+    if isinstance(value, PullGate | Progress | PushWeights):
         return _freeze_object(value, where)
     raise CannotSnapshot(f"{where} is a {kind.__qualname__}, which cannot be written down")
 

@@ -6,7 +6,9 @@
     staleness(s)    the newest from every in-neighbour is of k-s or later     iteration - (k-s) + 1 (eq. 2)
     hybrid(b, s)    all but b have a newest of k-s or later                   eq. 2
 
-Equations and sections are those of Luo et al. 2019.
+Equations and sections are those of Luo et al. 2019. Where gradients stand for unequal numbers of samples, each weight
+is multiplied by that of the gradient last in those parameters (`core/push_weights.py`), and all are scaled to a sum of
+1.
 
 An update of an iteration that is already averaged, or more than s before, is late: it is dropped, on arrival or when
 a later iteration is averaged. With staleness only each sender's newest is kept, since later parameters contain the
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from paceline.core.messages import Handle
+from paceline.core.push_weights import relative
 
 
 class HopRules(Struct, frozen=True):
@@ -109,8 +112,11 @@ class UpdateQueue:
         spared = min(self.rules.backup, max(0, len(firsts) - 1))
         return len(self.missing(k, firsts)) <= spared
 
-    def pop_average(self, k: int, weights: Mapping[int, float]) -> WeightedAverage:
-        """Removes the updates of iteration k, and those that are too old now, and returns their average."""
+    def pop_average(self, k: int, weights: Mapping[int, float], own: float) -> WeightedAverage:
+        """Removes the updates of iteration k, and those that are too old now, and returns their average.
+
+        `own` is the weight of the gradient last in the peer's own parameters.
+        """
         rules = self.rules
         if rules.staleness is None:
             taken = [kept[k] for kept in self.held.values() if k in kept]
@@ -122,6 +128,8 @@ class UpdateQueue:
         for handle in (*taken, *late):
             del self.held[handle.source][handle.iteration]
         shares = self.shares(taken, k, weights)
+        if factors := relative([*(handle.weight for handle in taken), own]):
+            shares = [share * factor for share, factor in zip(shares, factors, strict=True)]
         total = sum(shares)
         scaled = tuple(share / total for share in shares[:-1])
         return WeightedAverage(tuple(taken), scaled, 1.0 - sum(scaled), tuple(late))

@@ -92,7 +92,8 @@ class Worker(Machine):
         self.computing = False
         pauses = self.pauses()
         for shard, node in enumerate(self.shards):
-            handle = Handle(self.rank, self.incarnation, self.iteration, self.versions[shard], event.nbytes[shard])
+            version, nbytes = self.versions[shard], event.nbytes[shard]
+            handle = Handle(self.rank, self.incarnation, self.iteration, version, nbytes, event.weight)
             self.actions.append(Send(node, Push(handle)))
             if not pauses:
                 self.actions.append(Send(node, Pull(self.rank, self.incarnation, self.iteration + 1)))

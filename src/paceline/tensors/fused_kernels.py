@@ -155,6 +155,14 @@ def sum_into(pieces: Sequence[Tensor], where: Tensor) -> Tensor:
     return total
 
 
+def weighted_sum_into(pieces: Sequence[Tensor], shares: Sequence[float], where: Tensor) -> Tensor:
+    """Returns the sum of the pieces, each times its share, made at the beginning of `where`, which may be the first."""
+    total = torch.mul(pieces[0], shares[0], out=where[: len(pieces[0])])
+    for piece, share in zip(pieces[1:], shares[1:], strict=True):
+        total.add_(piece, alpha=share)
+    return total
+
+
 def parts_of(values: Tensor, where: slice) -> list[slice]:
     """Returns the range in parts that fit a cache; as one on a GPU, where each call of torch is a launch."""
     longest = PART if values.is_cpu else max(1, size(where))

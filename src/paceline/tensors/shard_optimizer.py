@@ -176,9 +176,11 @@ class ShardOptimizer:
         targets: Sequence[Sequence[Tensor]] = (),
         spoil: bool = False,
         norm: float | None = None,
+        shares: Sequence[float] = (),
     ) -> None:
         """One step on the mean of `gradients` (each in pieces) at `weight` times the learning rate.
 
+        `shares` are those of the gradients in the mean, if they differ.
         `absent` names, for each gradient, the tensors that have none. As in torch, a tensor without any
         gradient is left alone, momentum and weight decay included; one that only some workers miss counts
         as zero for those. The new values are also written to `targets` (each in pieces; the gradients themselves may
@@ -187,13 +189,13 @@ class ShardOptimizer:
         larger; without a `norm` that of this slice is taken.
         """
         count = len(gradients)
-        clip = self.clip_factor(gradients, norm)
+        clip = self.clip_factor(gradients, norm, shares)
         self.step_schedule.advance(count)
         threads = self.threads.mean if count > 1 else self.threads.single
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
         lying = [each.runs for each in gradients if isinstance(each, SlicedGradient)]
         shown = [each.runs for each in targets if isinstance(each, SlicedGradient)]
-        if self.is_plain and not missing and (len(lying), len(shown)) == (count, len(targets)):
+        if self.is_plain and not missing and not shares and (len(lying), len(shown)) == (count, len(targets)):
 
             def step_share(share: Share, scratch: Tensor) -> None:
                 run = share.run
@@ -210,29 +212,38 @@ class ShardOptimizer:
             there = [target[index] for target in targets]
             if self.pieces[index].entry not in missing:
                 pieces = [gradient[index] for gradient in gradients]
-                stepper.step(pieces, there, weight, clip, pieces[0] if spoil else scratch)
+                own = pieces[0] if spoil else scratch
+                if shares:
+                    pieces = [fused_kernels.weighted_sum_into(pieces, shares, own)]
+                stepper.step(pieces, there, weight, clip, own)
                 return
             for target in there:
                 target.copy_(stepper.values)
 
         self._share(range(len(self.pieces)), step_piece, threads)
 
-    def measure(self, gradients: Sequence[Sequence[Tensor]]) -> float:
+    def measure(self, gradients: Sequence[Sequence[Tensor]], shares: Sequence[float] = ()) -> float:
         """Returns the squared norm of the mean of `gradients` (each in pieces), which are only read."""
         squared = [0.0] * len(self.pieces)
 
         def measure_piece(index: int, scratch: Tensor) -> None:
-            squared[index] = squared_norm(fused_kernels.sum_into([gradient[index] for gradient in gradients], scratch))
+            pieces = [gradient[index] for gradient in gradients]
+            if shares:
+                squared[index] = squared_norm(fused_kernels.weighted_sum_into(pieces, shares, scratch))
+            else:
+                squared[index] = squared_norm(fused_kernels.sum_into(pieces, scratch))
 
         self._share(range(len(self.pieces)), measure_piece, self.threads.mean)
-        return sum(squared) / len(gradients) ** 2
+        return sum(squared) if shares else sum(squared) / len(gradients) ** 2
 
-    def clip_factor(self, gradients: Sequence[Sequence[Tensor]], norm: float | None) -> float:
+    def clip_factor(
+        self, gradients: Sequence[Sequence[Tensor]], norm: float | None, shares: Sequence[float] = ()
+    ) -> float:
         """Returns what the mean of `gradients` is multiplied by, as in torch.nn.utils.clip_grad_norm_."""
         if self.clip_mean is None:
             return 1.0
         if norm is None:
-            norm = math.sqrt(self.measure(gradients))
+            norm = math.sqrt(self.measure(gradients, shares))
         return min(1.0, self.clip_mean / (norm + 1e-6))
 
     def apply_each(self, gradients: Sequence[SlicedGradient], weights: Sequence[float], all_wait: bool = False) -> None:

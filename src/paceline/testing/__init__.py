@@ -35,7 +35,8 @@ What is judged (`ledger.py`), from what was delivered and the policy's `finishes
   gradients were computed on exactly the version it changes: staleness 0. (The first mean after a change of
   policy is of gradients computed under the one before, and those it made late come in between);
 - *weight*: a step on arrival is taken with 1/N, N being the live members and those that have finished (a worker that
-  is lost gives its share up), or with 1 under `scale=none`; a mean with the live members' share of N;
+  is lost gives its share up), or with 1 under `scale=none`; a mean with the live members' share of N. In a `weighted`
+  run, where gradients stand for unequal numbers of samples, shares are those of everybody's latest push;
 - *in step* (a policy that says so): at a step every live member that was ever answered has pushed what it was to
   compute, so nobody reads the parameters while they change;
 - *enough* (a policy with an `extra` b): a step is on the gradients of exactly min(N - b, expected) live members,
@@ -87,9 +88,12 @@ def play(
     patience: int = 0,
     machine_factory: MachineFactory | None = None,
     clips_mean: bool = False,
+    weighted: bool = False,
 ) -> Story:
     """Plays one random run to its end. Raises `PolicyBroken` if the policy broke a rule."""
     members = Members(workers, servers)
     policy.validate(members)
     header = Header("testing", str(policy), members, seed, (8,) * servers, clips_mean)
-    return Run(policy, header, iterations, patience, machine_factory or policy.machine).play(faults)
+    run = Run(policy, header, iterations, patience, machine_factory or policy.machine)
+    run.weighted = weighted
+    return run.play(faults)

@@ -33,6 +33,10 @@ class FakeWire(Generic[Link]):
         self.slowness = self.random.choice((0.1, 0.5, 2.0))
         self.pace: defaultdict[Any, float] = defaultdict(lambda: self.random.choice((0.3, 1.0, 1.0, 8.0)))
         self.faults = False
+        self.weighted = False
+        """Whether gradients stand for unequal numbers of samples."""
+        self.samples = Random(f"weights {header.seed}")
+        """Draws weights apart, so that the rest of a run is the same with and without."""
 
     def run(self, troubles: Sequence[tuple[int, Callable[[], None]]], most: int) -> None:
         """Delivers until nothing is in flight. Each of the troubles comes after so many deliveries."""
@@ -51,6 +55,10 @@ class FakeWire(Generic[Link]):
 
     def delay(self) -> float:
         return self.random.expovariate(1 / self.slowness)
+
+    def weigh(self) -> float:
+        """Returns the weight of the next gradient."""
+        return self.samples.choice((0.5, 8.0, 8.0, 32.0)) if self.weighted else 1.0
 
     def send(self, link: Link, message: Message) -> None:
         self.links[link].append(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import assert_never
 
 from paceline.core import actions as orders
@@ -94,6 +95,8 @@ class Ledger:
         """gradient -> good, owed (late by a change of policy), bad (rejected, or from a stranger) or consumed."""
         self.dropped: set[Process] = set()
         self.version = 0
+        self.samples: dict[int, float] = {}
+        """rank -> how many samples the latest good push of it stands for, while it takes part or has finished."""
         self.stops = PlannedStops()
         self.given: dict[Process, int] = {}
         """The version each process was answered last."""
@@ -110,6 +113,8 @@ class Ledger:
             case events.ViewChanged(view=view) if view.number > self.view.number:
                 self.view = view
                 self.next = {process: at for process, at in self.next.items() if process in view.members}
+                here = {rank for rank, incarnation in self.next} | set(view.finished)
+                self.samples = {rank: weight for rank, weight in self.samples.items() if rank in here}
                 self.rise()
                 if self.mean.measuring:
                     self.mean.overtaken |= {process: self.V for process in view.members if process not in self.next}
@@ -156,6 +161,7 @@ class Ledger:
         self.dropped.discard(process)
         if process in self.next and good:
             self.pushed.add((process, handle.iteration))
+            self.samples[process[0]] = handle.weight
         self.promise(process, handle.iteration + 1)
 
     def promise(self, process: Process, iteration: int) -> None:
@@ -272,8 +278,9 @@ class Ledger:
             computing = [name(process) for process, at in self.computes.items() if self.next.get(process, at + 1) <= at]
             self.expect(not computing, "in step", f"{what} while {', '.join(computing)} compute")
         if not self.switched:
-            right = self.weight_of(apply.handles[0]) if self.policy.on_arrival or owed else self.share_of_mean()
-            self.expect(abs(apply.weight - right) < 1e-12, "weight", f"{what} with weight {apply.weight}, not {right}")
+            arrived = self.policy.on_arrival or owed
+            right = self.weight_of(apply.handles[0]) if arrived else self.share_of_mean(apply.handles)
+            self.expect(abs(apply.weight - right) < 1e-9, "weight", f"{what} with weight {apply.weight}, not {right}")
         if owed:
             self.owed_versions.add(apply.version)
         self.version = apply.version
@@ -282,13 +289,22 @@ class Ledger:
         """Returns the weight of a step on arrival: 1/N, N being members and those that have finished, by the policy's
         options."""
         scaled = getattr(self.policy, "scale", "workers") != "none"
-        weight = 1 / (len(self.view.members) + len(self.view.finished)) if scaled else 1.0
+        weight = self.part_of([handle.source]) if scaled else 1.0
         stale = max(0, self.version - handle.version) if getattr(self.policy, "staleness_weighted", False) else 0
         return weight / (1 + stale)
 
-    def share_of_mean(self) -> float:
-        """Returns the weight of a mean: those who have finished keep their share of it, though they add nothing."""
-        return len(self.view.members) / (len(self.view.members) + len(self.view.finished))
+    def share_of_mean(self, handles: tuple[Handle, ...]) -> float:
+        """Returns the weight of a mean: those who have finished keep their share of it, though most add nothing."""
+        last = {handle.source for handle in handles}.intersection(self.view.finished)
+        return self.part_of([*(rank for rank, _ in self.view.members), *last])
+
+    def part_of(self, ranks: Iterable[int]) -> float:
+        """Returns the part of all samples behind everybody's latest push that is behind those of some ranks."""
+        sharing = {rank for rank, _ in self.view.members} | set(self.view.finished)
+        known = [weight for rank, weight in self.samples.items() if rank in sharing]
+        mean = sum(known) / len(known) if known else 1.0
+        counted = {rank: self.samples.get(rank, mean) for rank in sharing}
+        return sum(counted[rank] for rank in ranks) / sum(counted.values())
 
     def judge_enough(self, handles: tuple[Handle, ...], what: str) -> None:
         there = sum(source_process(handle) in self.next for handle in handles)

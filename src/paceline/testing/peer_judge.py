@@ -49,6 +49,8 @@ class PeerJudge:
         """(where, from whom) -> the newest update that came."""
         self.ready: dict[Process, int] = {}
         """The gradient that is not applied yet."""
+        self.weight: defaultdict[Process, float] = defaultdict(float)
+        """The weight of each peer's last gradient; 0 before the first."""
         self.averaged: defaultdict[Process, int] = defaultdict(lambda: -1)
         self.told: defaultdict[tuple[int, int], int] = defaultdict(int)
         """(from whom, where) -> the iteration of the last token delivered."""
@@ -86,6 +88,7 @@ class PeerJudge:
                 self.expect(process not in self.ready, "order", f"{what}, its gradient is not applied")
                 self.iteration[process] = iteration
             case Apply(handles):
+                self.weight[process] = handles[0].weight
                 self.expect([handle.iteration for handle in handles] == [self.ready.pop(process, None)], "order", what)
             case Drop(handle) if handle.source != process[0]:
                 self.consume(process, handle, what)
@@ -121,18 +124,30 @@ class PeerJudge:
             self.expect(all(h.iteration >= least for h in action.handles), "average", f"{what}: too old")
             fresh = [j for j in ins if self.newest.get((process, j), -1) >= least]
             enough = len(fresh) >= len(ins) - rules.backup
-            shares = [h.iteration - least + 1 for h in action.handles] + [rules.staleness + 1]
-            exact = all(abs(w - s / sum(shares)) < 1e-9 for w, s in zip(action.weights, shares, strict=False))
-            self.expect(exact, "average", f"{what}: not the weights of eq. 2")
+            shares = [h.iteration - least + 1.0 for h in action.handles] + [rules.staleness + 1.0]
+            self.judge_weights(process, action, shares, f"{what}: not the weights of eq. 2")
         self.expect(enough, "average", f"{what}: not enough of {ins}")
         if rules.is_standard:
             given = self.graph.weights[process[0]]
-            exact = all(abs(w - given[h.source]) < 1e-9 for h, w in zip(action.handles, action.weights, strict=True))
-            self.expect(exact, "average", f"{what}: not the weights of the graph")
+            shares = [given[h.source] for h in action.handles] + [given[process[0]]]
+            self.judge_weights(process, action, shares, f"{what}: not the weights of the graph")
         elif rules.staleness is None:
-            self.expect(
-                len({*action.weights, action.own}) == 1 or max(action.weights) - action.own < 1e-9, "average", what
-            )
+            self.judge_weights(process, action, [1.0] * (len(senders) + 1), f"{what}: not plain")
+
+    def judge_weights(self, process: Process, action: Reduce, shares: list[float], what: str) -> None:
+        """Judges the weights of an average: these shares, each times the samples of the gradient last in it."""
+        samples = [*(handle.weight for handle in action.handles), self.weight[process]]
+        known = [each for each in samples if each]
+        counted = (
+            [share * (each or sum(known) / len(known)) for share, each in zip(shares, samples, strict=True)]
+            if known
+            else shares
+        )
+        exact = all(
+            abs(weight - each / sum(counted)) < 1e-9
+            for weight, each in zip((*action.weights, action.own), counted, strict=True)
+        )
+        self.expect(exact, "average", what)
 
     def judge_all(self, moved: Process, machines: Mapping[Process, Machine]) -> None:
         """Judges the bounds between all peers, after one has moved."""

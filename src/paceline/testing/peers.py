@@ -18,7 +18,7 @@ What is judged, from what was delivered, never from the machines' fields (tokens
 - *handles*: an update is consumed once, by `Reduce` or `Drop`, where it arrived, and after it did; at the end none is
   there that the machine does not hold;
 - *average*: weights are not negative and sum to 1. Without faults: of each in-neighbour at most one update, enough of
-  them, and fresh enough, with the weights of the mode;
+  them, and fresh enough, with the weights of the mode (times the samples behind each, in a `weighted` run);
 - *order*: a peer's iterations rise, and each gradient is applied once, before the next is computed.
 
 Whatever a machine raises is rule *machine*.
@@ -107,7 +107,8 @@ class PeerRun(FakeWire[Link]):
             case Compute(iteration, attempt):
                 if iteration < self.iterations and process[0] not in self.frozen:
                     duration = self.pace[process] * self.random.uniform(0.5, 1.5)
-                    ready: Event = GradientReady(self.now + duration, iteration, attempt, (8,))
+                    weight = self.weigh()
+                    ready: Event = GradientReady(self.now + duration, iteration, attempt, (8,), weight)
                     if self.faults and self.random.random() < 0.03:
                         ready = GradientRejected(self.now + duration, iteration, attempt, (8,), "not finite")
                     self.later(duration, self.step, process, ready)
@@ -166,9 +167,12 @@ def play_peers(
     faults: bool = False,
     frozen: frozenset[int] = frozenset(),
     make: PeerFactory | None = None,
+    weighted: bool = False,
 ) -> Story:
     """Plays one random run to its end. Raises `PolicyBroken` if the policy broke a rule."""
-    return peer_run(policy, peers=peers, iterations=iterations, seed=seed, frozen=frozen, make=make).play(faults)
+    run = peer_run(policy, peers=peers, iterations=iterations, seed=seed, frozen=frozen, make=make)
+    run.weighted = weighted
+    return run.play(faults)
 
 
 def peer_run(

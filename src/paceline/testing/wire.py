@@ -217,7 +217,7 @@ class Run(FakeWire[Link]):
         if compute.iteration < self.iterations:
             duration = self.pace[process] * self.random.uniform(0.5, 1.5)
             sizes = self.story.trace.header.slice_bytes
-            ready = events.GradientReady(self.now + duration, compute.iteration, compute.attempt, sizes)
+            ready = events.GradientReady(self.now + duration, compute.iteration, compute.attempt, sizes, self.weigh())
             self.running[process] = compute
             self.later(duration, self.finish, process, compute, ready)
         else:

@@ -191,9 +191,12 @@ class Gradients:
             del self.pending[key]
 
     def _compute(self) -> None:
+        """Computes all outstanding gradients, those on batches of one size together."""
         outstanding = [pending for pending in self.pending.values() if pending.gradient is None]
+        outstanding.sort(key=lambda pending: len(pending.samples))
         while outstanding:
-            batch = outstanding[: self.at_once]
+            size = len(outstanding[0].samples)
+            batch = [pending for pending in outstanding[: self.at_once] if len(pending.samples) == size]
             try:
                 self._compute_together(batch)
             except torch.OutOfMemoryError as error:

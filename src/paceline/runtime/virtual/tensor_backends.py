@@ -12,13 +12,14 @@ from torch import Tensor
 
 from paceline.core.actions import Apply, Reduce
 from paceline.core.messages import Handle
+from paceline.core.push_weights import shares_of
 from paceline.run import ON_SERVERS, Point, Target
 from paceline.runtime.clipping import check_clip_mean
 from paceline.runtime.virtual.backend import Backend, Process
 from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.world import SimulationPlan
-from paceline.sample_order import SHUFFLED, sample_order_of
+from paceline.sample_order import SHUFFLED, Batch, sample_order_of
 from paceline.tensors.devices import CPU
 from paceline.tensors.layout import EPS, Part, flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
@@ -39,7 +40,7 @@ class Training:
     workload: Workload
     optimizer: OptimizerSpec
     target: Target | None = None
-    batch: int | None = None
+    batch: Batch | None = None
     dtype: torch.dtype = torch.float32
     slicing: str = EPS
     """How the parameters are cut over the servers."""
@@ -100,9 +101,11 @@ class TensorBackend(Backend):
         together = self.device != CPU and spec.borders == "anywhere"
         return ShardOptimizer(self.layout.joined() if together else self.layout, part, values, spec)
 
-    def order(self, process: Process, iteration: int, parameters: Tensor) -> None:
+    def order(self, process: Process, iteration: int, parameters: Tensor) -> float:
         """Have a gradient computed on these parameters some time, and on the samples that are the worker's turn."""
-        self.gradients.order((*process, iteration), parameters, self.sample_order.of_worker(process[0], iteration))
+        samples = self.sample_order.of_worker(process[0], iteration)
+        self.gradients.order((*process, iteration), parameters, samples)
+        return 1.0 if self.sample_order.is_even else float(len(samples))
 
     def abort(self, process: Process, iteration: int) -> None:
         self.gradients.cancel((*process, iteration))
@@ -168,13 +171,13 @@ class ServerTensors(TensorBackend):
             self.pulled[process] = torch.empty_like(self.flat)
         self.pulled[process][self.shards[shard]] = self.optimizers[shard].values
 
-    def compute(self, process: Process, iteration: int) -> None:
-        self.order(process, iteration, self.pulled.pop(process))
+    def compute(self, process: Process, iteration: int) -> float:
+        return self.order(process, iteration, self.pulled.pop(process))
 
     def apply(self, rank: int, action: Apply) -> None:
         optimizer = self.optimizers[rank]
         gradients = [optimizer.cut(self.gradients.take(handle, rank)) for handle in action.handles]
-        optimizer.apply(gradients, action.weight, norm=action.norm)
+        optimizer.apply(gradients, action.weight, norm=action.norm, shares=shares_of(action.handles))
         self.consumed_by[rank] += len(gradients)
         self.steps_of[rank] += 1
         self.consider_evaluation()
@@ -187,7 +190,8 @@ class ServerTensors(TensorBackend):
 
     def squared_norm(self, shard: int, handles: tuple[Handle, ...]) -> float:
         optimizer = self.optimizers[shard]
-        return optimizer.measure([optimizer.cut(self.gradients.look(handle, shard)) for handle in handles])
+        gradients = [optimizer.cut(self.gradients.look(handle, shard)) for handle in handles]
+        return optimizer.measure(gradients, shares_of(handles))
 
     def consumed(self) -> int:
         return min(self.consumed_by)
@@ -229,9 +233,9 @@ class PeerTensors(TensorBackend):
         self.sent.pop(rank, None)
         self.begun.discard(rank)
 
-    def compute(self, process: Process, iteration: int) -> None:
+    def compute(self, process: Process, iteration: int) -> float:
         self.begun.add(process[0])
-        self.order(process, iteration, self.peers[process[0]].values.clone())
+        return self.order(process, iteration, self.peers[process[0]].values.clone())
 
     def apply(self, rank: int, action: Apply) -> None:
         optimizer = self.peers[rank]

@@ -48,6 +48,8 @@ class VirtualWorker:
         self.receive = self.take_parameters if link is None else self.pass_link
         """Takes a slice that has left its server's wire."""
         self.computing: Compute | None = None
+        self.weight = 1.0
+        """How many samples the gradient stands for that is computed."""
         self.runner = world.runner(Node(self.role, rank), self, incarnation)
 
     def deliver(self, event: Event) -> None:
@@ -97,7 +99,7 @@ class VirtualWorker:
         if not self.may_begin(self, action.iteration):
             return
         self.computing = action
-        self.backend.compute(self.process, action.iteration)
+        self.weight = self.backend.compute(self.process, action.iteration)
         duration = self.compute_s()
         now = self.engine.now
         if self.faults.at_iteration:
@@ -109,7 +111,7 @@ class VirtualWorker:
         if self.computing is action and self.alive:
             self.computing = None
             nbytes = self.slice_bytes
-            self.runner.deliver(GradientReady(self.engine.now, action.iteration, action.attempt, nbytes))
+            self.runner.deliver(GradientReady(self.engine.now, action.iteration, action.attempt, nbytes, self.weight))
 
     def abort_compute(self, action: AbortCompute) -> None:
         """Give a computation up: the time it took until now is lost."""

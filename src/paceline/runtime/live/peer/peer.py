@@ -22,6 +22,7 @@ from paceline.core.adpsgd_peer import ADPSGDPeer
 from paceline.core.events import GradientReady, GradientRejected
 from paceline.core.hop_peer import HopPeer
 from paceline.core.messages import Node, View
+from paceline.errors import PacelineError
 from paceline.runtime.execution import MachineRunner
 from paceline.runtime.live.peer.departure import Departure, FinalValues
 from paceline.runtime.live.peer.event_loop import IDLE_S, EventLoop, MembershipState
@@ -113,15 +114,19 @@ class LivePeer:
     def fetch_state(self) -> Sequence[dict[str, Tensor]]:
         return ()
 
-    def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
+    def exchange(
+        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None
+    ) -> None:
         check_process(self.run)
+        if weight is not None and isinstance(self.machine, ADPSGDPeer):
+            raise PacelineError("adpsgd averages two peers in equal parts: step(weight=...) is not for it")
         because = "parameters are read by other peers at any time"
         check_tensors(self.layout, gradients, self.parameters.first_changed(), because)
         finite = all(is_finite(gradient) for gradient in gradients if gradient is not None)
         refusal = "" if finite else "the gradient is not finite"
         if refusal:
             self.run.send(wire.Rejected(self.run.rank, self.iteration, refusal))
-        self._hand_in(refusal, hyper)
+        self._hand_in(refusal, hyper, self.participation.leases.weight() if weight is None else weight)
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         check_process(self.run)
@@ -143,12 +148,12 @@ class LivePeer:
         """The updates in this peer's parameters."""
         return self.machine.version
 
-    def _hand_in(self, refusal: str, hyper: tuple[Hyper, ...]) -> None:
+    def _hand_in(self, refusal: str, hyper: tuple[Hyper, ...], weight: float = 1.0) -> None:
         """A computation is done. With a `refusal` its step is left out, and all else is done."""
         with self.responder.paused():
             self.parameters.end_computation()
             try:
-                self._complete_iteration(refusal, hyper)
+                self._complete_iteration(refusal, hyper, weight)
             finally:
                 self.parameters.begin_computation(self.responder.started)
         if self._status_is_due():
@@ -156,14 +161,14 @@ class LivePeer:
         if self.participation.stopping:
             raise Stopped(whole=True)
 
-    def _complete_iteration(self, refusal: str, hyper: tuple[Hyper, ...]) -> None:
+    def _complete_iteration(self, refusal: str, hyper: tuple[Hyper, ...], weight: float) -> None:
         """Returns when the model has the parameters of the next iteration."""
         ordered = self.executor.take_order()
         self.hyper = hyper
         self.participation.begin_waiting()  # if it was told to stop while it computed, it begins to wait only now
         self.events.hear(0.0)
         done = (self.run.now(), ordered.iteration, ordered.attempt, (self.nbytes,))
-        self.events.deliver(GradientRejected(*done, refusal) if refusal else GradientReady(*done))
+        self.events.deliver(GradientRejected(*done, refusal) if refusal else GradientReady(*done, weight))
         self._await_order()
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         if not self.participation.barrier.waits:

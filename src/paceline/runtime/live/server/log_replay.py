@@ -22,6 +22,7 @@ from paceline import policies
 from paceline.core.actions import Action, Apply, Park, Send, SetTimer
 from paceline.core.events import Event, PushArrived, TimerFired
 from paceline.core.messages import Handle, Node, Rise
+from paceline.core.push_weights import shares_of
 from paceline.core.shard import Shard
 from paceline.core.state_snapshot import restore_snapshot
 from paceline.core.trace import Record
@@ -113,7 +114,8 @@ class Rebuilt:
             case Apply(handles, weight, norm=norm):
                 gradients = [self.kept.pop(handle) for handle in handles]
                 absent = [each for _, each in gradients]
-                self.optimizer.apply([each for each, _ in gradients], weight, absent, norm=norm)
+                pieces = [each for each, _ in gradients]
+                self.optimizer.apply(pieces, weight, absent, norm=norm, shares=shares_of(handles))
             case SetTimer(timer, after_s):
                 heappush(self.timers, (at + after_s, timer))
             case Park(pull=pull, reason=reason):

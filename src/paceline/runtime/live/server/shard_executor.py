@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.actions import Answer, Apply, Drop, Measure, Park, Send, SetTimer
 from paceline.core.messages import Rise, SliceNorm
+from paceline.core.push_weights import shares_of
 from paceline.core.shard import Shard
 from paceline.runtime.execution import NoSuchAction
 from paceline.runtime.live.messaging.senders import Process
@@ -66,7 +67,8 @@ class ShardExecutor:
         # The gradients are used up, and the memory is ours until we answer: the new values may go there at once.
         targets = [target for buffer in used for target in buffer.parameters.targets]
         spoil = bool(used) and used[0].may_overwrite and gradients[0] is used[0].gradient
-        self.state.optimizer.apply(gradients, action.weight, absent, targets, spoil, action.norm)
+        shares = shares_of(action.handles)
+        self.state.optimizer.apply(gradients, action.weight, absent, targets, spoil, action.norm, shares)
         for buffer in used:
             buffer.parameters.version = action.version
         self.note(action)
@@ -81,7 +83,8 @@ class ShardExecutor:
     def measure(self, action: Measure) -> None:
         self.flush_deferred()
         gradients = [self.buffers.pieces(handle) for handle in action.handles]
-        self.tell_norm(SliceNorm(self.run.shard, action.iteration, self.state.optimizer.measure(gradients)))
+        squared = self.state.optimizer.measure(gradients, shares_of(action.handles))
+        self.tell_norm(SliceNorm(self.run.shard, action.iteration, squared))
 
     def drop(self, action: Drop) -> None:
         self.buffers.kept.pop(action.handle, None)

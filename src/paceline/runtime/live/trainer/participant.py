@@ -38,8 +38,13 @@ class Participant(Protocol):
     def note_missing_closure(self) -> None:
         """A step comes without a closure."""
 
-    def exchange(self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...]) -> None:
-        """Hands a gradient in; returns when the model holds the parameters of the next iteration."""
+    def exchange(
+        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None
+    ) -> None:
+        """Hands a gradient in; returns when the model holds the parameters of the next iteration.
+
+        `weight` says how many samples it stands for; without one those that were drawn for it are counted.
+        """
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """Hands in an iteration without a gradient."""

@@ -81,6 +81,11 @@ class SampleLeases:
         """Takes an answer of the driver to a request."""
         self.samplers[answer.sampler].requests.receive(answer)
 
+    def weight(self) -> float:
+        """Returns how many samples this step uses: those of the first sampler that was drawn from; 1 without any."""
+        weights = (self.samplers[number].weight() for number in sorted(self.samplers))
+        return float(next((weight for weight in weights if weight > 0), 1))
+
     def settle(self, counted: bool) -> None:
         """A step was taken: the samples it used are acknowledged or returned."""
         for sampler in self.samplers.values():

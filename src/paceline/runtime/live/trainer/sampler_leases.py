@@ -200,6 +200,11 @@ class SamplerLeases:
             return max(self.used() - self.settled, 0)
         return self.leased.unsettled
 
+    def weight(self) -> int:
+        """Returns how many samples the gradient of this step stands for: none of a pass that was given up."""
+        used = self.used_in_step() if self.per_step is None else self.per_step
+        return min(used, self.leased.unsettled) - (self.aborted[1] if self.per_step is None else 0)
+
     def begin_pass(self) -> None:
         """A pass begins that may be given up."""
         self.pass_start = PassStart(self.iteration, self.yielded, self.used_in_step())

@@ -46,7 +46,7 @@ class WorkerExecutor:
 
     # What the script does.
 
-    def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None, refusal: str) -> None:
+    def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None, refusal: str, weight: float) -> None:
         """Pushes what was written, and pulls; returns when the parameters of the next iteration are in the model."""
         self.wait_while_held()
         ordered = self.ordered
@@ -54,8 +54,8 @@ class WorkerExecutor:
         self.ordered = None
         changed = self.connections.change_hyper(hyper)
         self.memory.commit()
-        done = GradientReady(self.run.now(), ordered.iteration, ordered.attempt, self.connections.slice_bytes)
-        self.runner.deliver(done)
+        sizes = self.connections.slice_bytes
+        self.runner.deliver(GradientReady(self.run.now(), ordered.iteration, ordered.attempt, sizes, weight))
         self.flush(absent, changed, refusal)
         self.await_order()
         self.memory.release()
