@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+
 from paceline.core.actions import Action, Answer, Apply, Compute, Drop, Park, Send
 from paceline.core.events import (
     GradientReady,
@@ -19,6 +21,13 @@ from paceline.core.messages import Handle, Members, Parameters, Pull, Push, View
 from paceline.core.policy import CentralPolicy
 from paceline.core.shard import Shard
 from paceline.core.worker import Worker
+
+
+def seeds(first: int, count: int) -> pytest.MarkDecorator:
+    """So many `seeds` for random runs, from `first` on: a third of them in `make test`, the rest in `make test-ci`."""
+    third = first + count // 3
+    rest = pytest.param(range(third, first + count), marks=pytest.mark.ci)
+    return pytest.mark.parametrize("seeds", [range(first, third), rest], ids=["a third", "the rest"])
 
 
 class ShardAlone:

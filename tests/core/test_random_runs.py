@@ -20,6 +20,7 @@ from paceline.policies import ASP, BSP, SSP, Backup, parse
 from paceline.testing import MachineFactory, PolicyBroken, Story, play
 
 from . import broken
+from .drive import seeds
 
 POLICIES: list[CentralPolicy] = [
     BSP(),
@@ -78,13 +79,17 @@ def play_one(policy: CentralPolicy, seed: int, servers: int = 3, faults: bool = 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 class TestEveryPolicy:
-    def test_keeps_its_rules_on_three_shards_under_faults(self, policy: CentralPolicy) -> None:
-        for seed in range(40):
+    @seeds(0, 40)
+    def test_keeps_its_rules_on_three_shards_under_faults(self, policy: CentralPolicy, seeds: range) -> None:
+        for seed in seeds:
             play_one(policy, seed)
 
     @pytest.mark.parametrize("servers", [1, 2, 4])
-    def test_keeps_its_rules_on_other_numbers_of_shards(self, policy: CentralPolicy, servers: int) -> None:
-        for seed in range(1000, 1010):
+    @seeds(1000, 10)
+    def test_keeps_its_rules_on_other_numbers_of_shards(
+        self, policy: CentralPolicy, servers: int, seeds: range
+    ) -> None:
+        for seed in seeds:
             play_one(policy, seed, servers)
 
     def test_keeps_its_rules_with_two_workers(self, policy: CentralPolicy) -> None:
@@ -115,13 +120,12 @@ class TestEveryPolicy:
 
 @pytest.mark.parametrize("text", MORE)
 class TestMorePolicies:
-    def test_keeps_its_rules_under_faults(self, text: str) -> None:
+    @seeds(0, 24)
+    def test_keeps_its_rules_under_faults(self, text: str, seeds: range) -> None:
         policy = parse(text)
         assert isinstance(policy, CentralPolicy)
-        for seed in range(20):
-            play_one(policy, seed)
-        for seed in range(1000, 1004):
-            play_one(policy, seed, servers=4)
+        for seed in seeds:
+            play_one(policy, seed, servers=4 if seed % 6 == 5 else 3)
 
     def test_a_run_can_be_played_again_from_its_trace(self, text: str) -> None:
         trace = play_one(parse(text), 4000).trace  # type: ignore[arg-type]

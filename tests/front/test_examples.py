@@ -92,6 +92,7 @@ def test_characters_learn_alone_and_write_something() -> None:
     assert len(done.stdout) > 300
 
 
+@pytest.mark.ci
 def test_characters_learn_on_two_workers(tmp_path) -> None:
     result = tmp_path / "out.json"
     done = run(

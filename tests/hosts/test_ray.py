@@ -124,6 +124,7 @@ class OnRay:
         return run_folder.load(self.folder)
 
 
+@pytest.mark.ci
 def test_bsp_over_tcp_equals_single_process(nodes: Nodes, tmp_path: Path) -> None:
     script = [str(HERE / "remote_job.py"), "digits-mlp", "sgd:lr=0.1", "32", str(ITERATIONS)]
     with OnRay(nodes, tmp_path, "--policy", "bsp", *script, size=(2, 2)) as on_ray:
@@ -161,6 +162,7 @@ def test_an_interrupted_run_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None
         assert "paceline: interrupted" in on_ray.ended(code=130)
 
 
+@pytest.mark.ci
 def test_no_room(nodes: Nodes, tmp_path: Path) -> None:
     options = ["--cpus-per-worker", "3", "--place-timeout-s", "1"]
     with OnRay(nodes, tmp_path, *options, str(HERE / "job.py")) as on_ray:

@@ -35,7 +35,9 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("way", ["host", pytest.param("ranks", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "way", [pytest.param("host", marks=pytest.mark.ci), pytest.param("ranks", marks=pytest.mark.long)]
+)
 def test_the_job_script_trains_on_two_nodes(way: str, slurm: dict[str, str], tmp_path: Path) -> None:
     script = [ROOT / "examples" / "slurm.sh", "--steps", "100000", "--lr", "0.5"]
     with Launched(script, tmp_path, {**slurm, "WAY": way, "WORKERS": "1"}) as launched:

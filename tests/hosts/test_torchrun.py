@@ -29,6 +29,7 @@ def torchrun(folder: Path, ranks: int, options: str, script: list[str], *more: s
     return Launched(command, folder, {"PACELINE_OPTIONS": options})
 
 
+@pytest.mark.ci
 def test_three_ranks_under_bsp_equal_one_process(tmp_path: Path) -> None:
     with torchrun(tmp_path, 3, "--policy bsp --servers 2 --dir run", job(iterations=40)) as launched:
         assert launched.end() == 0, launched.log()
@@ -77,6 +78,7 @@ def test_ending_torchrun_ends_everything(tmp_path: Path) -> None:
     assert checkpoint.whole(tmp_path / "run" / checkpoint.FOLDER), "the driver has had time for a last checkpoint"
 
 
+@pytest.mark.ci
 def test_a_failing_script_fails_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(

@@ -33,7 +33,7 @@ def open_to_others(modes: dict[str, int]) -> list[str]:
     return [f"{path} {mode:o}" for path, mode in modes.items() if mode & 0o077 and mode & 0o170000 != 0o120000]
 
 
-@pytest.mark.parametrize("durable", [False, True], ids=["plain", "durable"])
+@pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.ci), True], ids=["plain", "durable"])
 def test_nobody_else_can_read_a_run(durable: bool, tmp_path: Path) -> None:
     script, folder, seen = tmp_path / "train.py", tmp_path / "run", tmp_path / "modes"
     script.write_text(SCRIPT)

@@ -118,7 +118,7 @@ def exact_plan(speeds: list[float], lookahead: int) -> tuple[int, ...]:
     """How many iterations each worker does from one barrier to the next, if the paper's plan is kept to the letter.
 
     When each has pushed twice, its next `lookahead` ends are known; of each the latest is taken that is not after the
-    barrier, and every end is tried as the barrier (002, section 4). A message takes a hundredth of these seconds.
+    barrier, and every end is tried as the barrier (Zhao et al. 2021, 4). A message takes a hundredth of these seconds.
     """
     lasts = [speed + 0.01 for speed in speeds]
     done = [int(2 * max(lasts) / each + 1e-9) for each in lasts]

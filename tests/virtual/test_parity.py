@@ -14,7 +14,7 @@ FLOAT32 = ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9", "sgd:lr=0.1,momentum=0.9,nes
 FLOAT64 = [*FLOAT32, "adam:lr=0.002", "adamw:lr=0.002,weight_decay=0.05"]
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("servers", [3, *(pytest.param(servers, marks=pytest.mark.ci) for servers in (1, 2))])
 @pytest.mark.parametrize("optimizer", FLOAT32)
 def test_bsp_equals_single_process_in_float32(servers: int, optimizer: str) -> None:
     alone = train_alone("digits-mlp", 4, 60, optimizer, torch.float32)
