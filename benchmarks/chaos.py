@@ -46,7 +46,7 @@ from soaking import group, living
 from paceline import cli
 from paceline.function_workers import function_starter
 from paceline.run import Run
-from paceline.runtime.live.driver import children, driver
+from paceline.runtime.live.driver import children, driver, script_workers
 from paceline.runtime.live.system.process_setup import die_with
 
 JOB = str(Path(__file__).with_name("chaos_job.py"))
@@ -174,12 +174,12 @@ class RecordedDriver(driver.Driver):
                 self.record.with_name("epochs").write_text(json.dumps([*range(table.first), *table.finished()]))
 
 
-def fork_starter(script: str, arguments: list[str], workers: int, merged: bool = True) -> children.StartWorker:
+def fork_starter(script: list[str], *options: object) -> children.WorkerStarter:
     """In place of `script_starter`: the script in a fork."""
 
     def work() -> None:
-        sys.argv = [script, *arguments]
-        runpy.run_path(script, run_name="__main__")
+        sys.argv = script
+        runpy.run_path(script[0], run_name="__main__")
 
     return function_starter(work)
 
@@ -201,7 +201,7 @@ def start_driver(arguments: list[str], base: Path, fresh: bool) -> int:
     RecordedDriver.record = base / "processes"
     driver.Driver = RecordedDriver  # type: ignore[misc]
     if not fresh:
-        children.script_starter = fork_starter
+        script_workers.script_starter = fork_starter
     print(f"--- paceline {' '.join(arguments)}", flush=True)
     code = 1
     try:

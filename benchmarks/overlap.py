@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace, overlap: bool) -> dict[str, list[float]]:
 
     plan = RunPlan(
         members=Members(args.workers, args.servers),
-        start_worker=function_starter(work),
+        starter=function_starter(work),
         policy=policies.parse("asp"),
         multihost=MultihostOptions("127.0.0.1", "", shared_memory=False) if args.transport == "tcp" else None,
     )

@@ -193,7 +193,7 @@ def launch(
     size = check_live(workers, servers, policy, cluster, slicing, seed)
     plan = RunPlan(
         members=size.members,
-        start_worker=function_starter(fn),
+        starter=function_starter(fn),
         policy=size.policy,
         cluster=size.cluster,
         seed=seed,

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, PacelineError
@@ -26,15 +27,17 @@ class Command(NamedTuple):
     about: str
     """The line about it in `paceline --help`."""
     takes_script: bool = False
+    workers_here: int = 0
+    """How many workers run the script on this machine, if --workers does not say."""
 
 
 GROUPS: dict[str, dict[str, Command]] = {
     "train": {
-        "run": Command("run", "Run", "run a training script on this machine, in several processes", True),
+        "run": Command("run", "Run", "run a training script on this machine, in several processes", True, 2),
         "resume": Command("resume", "Resume", "go on with a run from its last checkpoint", True),
         "serve": Command("serve_join", "Serve", "hold a run's parameters for workers of other machines", True),
-        "join": Command("serve_join", "Join", "take part in a run of another machine", True),
-        "host": Command("host", "Host", "be one node of a run that torchrun or Slurm has started", True),
+        "join": Command("serve_join", "Join", "take part in a run of another machine", True, 1),
+        "host": Command("host", "Host", "be one node of a run that torchrun or Slurm has started", True, 1),
         "servers": Command("run", "Servers", "change the number of servers of a run that goes on"),
         "report": Command("run", "Report", "write the report of a run as one HTML file"),
         "replay": Command("replay", "Replay", "play the logs of a durable run again and compare"),
@@ -54,6 +57,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench straggler": Command("bench", "BenchStraggler", "time to a target with stragglers, beside DDP"),
         "bench safety": Command("bench", "BenchSafety", "what checks, traces and deduplication cost"),
         "bench peers": Command("bench", "BenchPeers", "iterations of peers without servers"),
+        "bench start": Command("bench", "BenchStart", "how soon many workers take their first step"),
         "bench gradients": Command("bench_virtual", "BenchGradients", "gradients of many virtual workers at once"),
         "bench simulator": Command("bench_virtual", "BenchSimulator", "events a second in virtual time"),
         "bench zipline": Command("bench_virtual", "BenchZipline", "the search for barriers beside the paper's"),
@@ -65,7 +69,19 @@ DESCRIPTION = "Train PyTorch models on machines of unequal speed: who waits for 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    own, script = split_script(arguments)
+    workers = COMMANDS[own[0]].workers_here if script else 0
+    for option, value in pairwise(own):
+        if option == "--workers" and value.isdigit() and workers:
+            workers = int(value)
+    if not workers or {"--fresh", "--on", "-h", "--help"}.intersection(own):
+        sys.exit(run(arguments))
+    from paceline.runtime.live.system.fork_server import started_early
+
+    with started_early(script, workers):
+        code = run(arguments)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from paceline import session
-from paceline.runtime.live.driver.children import Child, StartWorker, environment_of, fork
+from paceline.runtime.live.driver.children import Child, WorkerStarter, environment_of, fork
 from paceline.runtime.live.system.process_setup import run_worker
 
 
-def function_starter(work: Callable[[], object]) -> StartWorker:
+def function_starter(work: Callable[[], object]) -> WorkerStarter:
     """Starts workers that call a function, each in a fork of this process: closures and notebooks work, without
     pickle."""
     # The first optimizer of a process has torch import half of itself, for seconds. Once here, not in every fork.
@@ -27,4 +27,4 @@ def function_starter(work: Callable[[], object]) -> StartWorker:
 
         return fork("worker", rank, incarnation, run)
 
-    return start
+    return WorkerStarter(start)

@@ -16,7 +16,7 @@ import torch
 import paceline
 from paceline import cli, run_folder
 from paceline.function_workers import function_starter
-from paceline.runtime.live.driver import children
+from paceline.runtime.live.driver import script_workers
 from paceline.runtime.live.storage import checkpoint
 
 Command = Callable[..., tuple[int, str]]
@@ -48,9 +48,9 @@ def paceline_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     monkeypatch.setattr(
-        children,
+        script_workers,
         "script_starter",
-        lambda path, arguments, workers, merged=True: function_starter(partial(script, arguments)),
+        lambda command, *given: function_starter(partial(script, command[1:])),
     )
 
     def run(*arguments: str) -> tuple[int, str]:

@@ -141,7 +141,7 @@ def test_a_process_that_is_adopted(tmp_path: Path) -> None:
                 left_path(tmp_path, 3).touch()
             os._exit(0)
         os.read(there, 1)
-        child = adopter()(3, 0, tmp_path)
+        child = adopter().start(3, 0, tmp_path)
         assert isinstance(child, AdoptedProcess)
         assert child.pid == pid
         assert not child.has_left()
@@ -152,7 +152,7 @@ def test_a_process_that_is_adopted(tmp_path: Path) -> None:
         for descriptor in (there, say_there, go_on, say_go_on):
             os.close(descriptor)
     with pytest.raises(RunFailed, match="worker 3 is not to be had again"):
-        adopter()(3, 1, tmp_path)
+        adopter().start(3, 1, tmp_path)
     with pytest.raises(RunFailed, match="the process of pid-3 is not there"):
         AdoptedProcess(tmp_path, 3)
 

@@ -79,7 +79,7 @@ def carry_out(folder: Path, deed: str, **options) -> int:
     """`paceline run`, but workers are forks of this process; its exit code."""
     command = Run(**{"workers": 2, "dir": str(folder), **options})
     script = str(Path(__file__))
-    plan = replace(command.plan([script]), start_worker=function_starter(partial(training, folder, deed)))
+    plan = replace(command.plan([script]), starter=function_starter(partial(training, folder, deed)))
     return command.execute(plan, [script], None)
 
 

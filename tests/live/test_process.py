@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.runtime.live.driver import children
+from paceline.runtime.live.driver.script_workers import script_starter
 from paceline.runtime.live.system.process_setup import give_way, others_run
 
 
@@ -75,6 +75,6 @@ def test_a_worker_whose_driver_is_gone_imports_nothing(tmp_path: Path, monkeypat
     (tmp_path / "paceline" / "__init__.py").write_text(f"open({str(imported)!r}, 'w')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(os, "getpid", lambda: 1)  # the number it is given as its driver's
-    worker = children.script_starter("script.py", [], 1)(0, 0, tmp_path)
+    worker = script_starter(["script.py"], 1, fresh=True).start(0, 0, tmp_path)
     assert worker.reap() == 1
     assert not imported.exists()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from paceline.bench import exchange, peer_exchange, safety, straggler, tcp_exchange
+from paceline.bench import exchange, peer_exchange, safety, start, straggler, tcp_exchange
 from paceline.commands.benchmark import Benchmark, print_rows
+from paceline.commands.run import check_script
 from paceline.commands.tables import print_table
 from paceline.commands.terminal import print_plain
 from paceline.errors import ConfigError
@@ -119,6 +120,33 @@ class BenchSafety(Benchmark):
         }  # fmt: skip
         title = f"CPU time a push, {self.params:,} parameters, {self.iteration_ms:g} ms of computing"
         print_rows(title, columns, rows, text=("part",))
+        return {"rows": rows}
+
+
+@dataclass(kw_only=True)
+class BenchStart(Benchmark):
+    """Start many workers: from the command to the first step of the last one, under `paceline run` and torchrun.
+
+    paceline bench start --workers 32 --json start.json
+    """
+
+    workers: tuple[int, ...] = (32,)
+    """How many workers, one after the other."""
+    script: str = "examples/digits.py"
+    """The script; it is told --steps 1."""
+    preload: tuple[str, ...] = ("sklearn.datasets",)
+    """Modules of the script's that `paceline run` imports once."""
+    rounds: int = 1
+    """Interleaved rounds; the median counts."""
+
+    def measure(self) -> dict[str, Any]:
+        check_script([self.script], "bench start")
+        rows = start.run(self.workers, [self.script, "--steps", "1"], self.preload, self.rounds, print_plain)
+        columns = {
+            "workers": "{0.workers}", "paceline run": "{0.first_step_s:.2f} s", "torchrun": "{0.torchrun_s:.2f} s",
+            "memory": "{0.worker_mb:.0f} MB", "torchrun's": "{0.torchrun_mb:.0f} MB",
+        }  # fmt: skip
+        print_rows(f"to the first step of the last worker, {self.script}", columns, rows)
         return {"rows": rows}
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from paceline import private_files, run_folder
 from paceline.api import check_count
-from paceline.commands.options import Flag, Maybe
+from paceline.commands.options import Flag, Maybe, WorkerStart
 from paceline.commands.run import Live, Start, check_script
 from paceline.commands.serve_join import read_ports, warn_insecure
 from paceline.commands.terminal import console, print_plain
@@ -36,7 +36,7 @@ LOCKED_S = 20.0
 
 
 @dataclass(kw_only=True)
-class Host(Live):
+class Host(WorkerStart, Live):
     """Be one node of a run that torchrun or Slurm has started:
 
     torchrun --nnodes 3 --nproc-per-node 1 -m paceline host --workers 4 SCRIPT.py

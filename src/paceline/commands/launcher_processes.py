@@ -22,7 +22,7 @@ from paceline.commands.terminal import count, print_plain
 from paceline.errors import ConfigError, RunFailed, printable
 
 if TYPE_CHECKING:
-    from paceline.runtime.live.driver.children import StartWorker
+    from paceline.runtime.live.driver.children import WorkerStarter
     from paceline.runtime.live.launchers.launcher_environment import Place
     from paceline.runtime.live.multihost.agent import Agent
 
@@ -47,12 +47,10 @@ class NodeAgent:
 
     def start_workers(self, script: list[str]) -> int:
         """Runs the node's workers and returns the exit code."""
-        from paceline.runtime.live.driver.children import script_starter
-
         self.catch_signals(self.host_signalled)
         workers = self.host.workers
         first = self.number * workers
-        agent = self.make(workers, script_starter(script[0], script[1:], workers), range(first, first + workers))
+        agent = self.make(workers, self.host.starter(script, workers), range(first, first + workers))
         return agent.run()
 
     def adopt_ranks(self) -> int:
@@ -75,7 +73,7 @@ class NodeAgent:
             raise
         return agent.run()
 
-    def make(self, workers: int, start: StartWorker, ranks: range = range(0)) -> Agent:
+    def make(self, workers: int, starter: WorkerStarter, ranks: range = range(0)) -> Agent:
         """Makes an agent that knows where the driver is, and is known to the driver."""
         from paceline.runtime.live.launchers.rendezvous import AgentThere, DriverThere, RendezvousStore
         from paceline.runtime.live.messaging.remote_links import make_keys
@@ -93,7 +91,7 @@ class NodeAgent:
             driver.address, driver.key, keys, token, workers, servers, tuple(ranks),
             advertise=host.addresses(self.place)[1], policy=host.policy,
         )  # fmt: skip
-        self.agent = Agent(offer, start, print_plain)
+        self.agent = Agent(offer, starter, print_plain)
         return self.agent
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.commands.options import Folder, Maybe
+from paceline.commands.options import Folder, Maybe, WorkerStart
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RayOptions:
 
 
 @contextmanager
-def placed(plan: RunPlan, options: RayOptions, script: list[str]) -> Iterator[RunPlan]:
+def placed(plan: RunPlan, options: RayOptions, start: WorkerStart, script: list[str]) -> Iterator[RunPlan]:
     """Yields the plan with its processes on a Ray cluster, for as long as it lasts."""
     from paceline.commands.serve_join import read_ports
     from paceline.runtime.live.driver.remote_hosts import Meeting
@@ -103,7 +103,12 @@ def placed(plan: RunPlan, options: RayOptions, script: list[str]) -> Iterator[Ru
             raise
         raise ConfigError(INSTALL) from None
     folder = options.working_dir
-    worker_script = replace(options.worker_script(script), policy=str(plan.policy) if plan.policy is not None else None)
+    worker_script = replace(
+        options.worker_script(script),
+        policy=str(plan.policy) if plan.policy is not None else None,
+        preload=start.preload,
+        fresh=start.fresh,
+    )
     with OnRay(options.wanted(plan), worker_script, options.ray_address, folder) as on_ray:
         away_s = options.place_timeout_s
         meeting = Meeting(EVERYWHERE, 0, own_address(), make_keys(), spread=True, away_s=away_s)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
@@ -17,6 +17,9 @@ from paceline.report.html import write
 from paceline.run import Run, write_whole
 from paceline.sample_order import SHUFFLED
 from paceline.tensors.layout import EPS
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.driver.children import WorkerStarter
 
 T = TypeVar("T")
 Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
@@ -81,6 +84,23 @@ class Outputs:
 
     def _write_chrome(self, path: Path, runs: list[Run], config: dict[str, Any]) -> None:
         write_whole(path, chrome_trace([(run.policy, run.trace) for run in runs]))
+
+
+@dataclass(kw_only=True)
+class WorkerStart:
+    """How the workers of this machine come to run a script."""
+
+    preload: tuple[str, ...] = ()
+    """Modules that the script needs and that are to be imported once on each machine, as torch is: workers are forks of
+    a process that has them (docs/runs.md)."""
+    fresh: Flag = False
+    """Start each worker as a new Python that imports everything itself."""
+
+    def starter(self, script: list[str], workers: int, merged: bool = True) -> WorkerStarter:
+        """Returns what starts so many workers."""
+        from paceline.runtime.live.driver.script_workers import script_starter
+
+        return script_starter(script, workers, merged, self.preload, self.fresh)
 
 
 @dataclass(kw_only=True)

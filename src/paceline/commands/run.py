@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from paceline.api import check_count, check_live
 from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
 from paceline.commands.on_ray import RayOptions
-from paceline.commands.options import File, Flag, Folder, Maybe, Outputs
+from paceline.commands.options import File, Flag, Folder, Maybe, Outputs, WorkerStart
 from paceline.commands.terminal import (
     console,
     print_evaluated,
@@ -33,6 +34,7 @@ from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
     from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+    from paceline.runtime.live.driver.children import WorkerStarter
     from paceline.runtime.live.driver.driver import RunPlan
 
 
@@ -46,7 +48,7 @@ class Start(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Live(Outputs):
+class Live(Outputs, ABC):
     """The options of a run in real processes, wherever they are."""
 
     workers: int = 2
@@ -147,7 +149,6 @@ class Live(Outputs):
 
     def plan(self, script: list[str]) -> RunPlan:
         """Checks everything, and starts nothing."""
-        from paceline.runtime.live.driver.children import script_starter
         from paceline.runtime.live.driver.driver import RunPlan
         from paceline.runtime.live.driver.health import FaultPolicy
 
@@ -162,7 +163,7 @@ class Live(Outputs):
             raise ConfigError(f"restarts={self.restarts} is out of range: 0 or more")
         return RunPlan(
             members=size.members,
-            start_worker=script_starter(script[0], script[1:], self.workers, console.is_terminal),
+            starter=self.starter(script, self.workers, console.is_terminal),
             policy=size.policy,
             cluster=size.cluster,
             seed=self.seed,
@@ -171,6 +172,10 @@ class Live(Outputs):
             slicing=check_slicing(self.slicing),
             servers_asked=self.servers,
         )
+
+    @abstractmethod
+    def starter(self, script: list[str], workers: int, merged: bool = True) -> WorkerStarter:
+        """Returns what starts so many workers on this machine."""
 
     def keep(self, plan: RunPlan, start: Start) -> RunPlan:
         return replace(plan, checkpointing=self.checkpointing(start))
@@ -208,7 +213,7 @@ class Live(Outputs):
 
 
 @dataclass(kw_only=True)
-class Run(Live):
+class Run(WorkerStart, Live):
     """Run a training script live: paceline run [options] SCRIPT.py [the script's own arguments].
 
     paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py --lr 0.1
@@ -233,7 +238,7 @@ class Run(Live):
         return self.run(script, start)
 
     def placed(self, plan: RunPlan, script: list[str]) -> AbstractContextManager[RunPlan]:
-        return on_ray.placed(plan, self.ray, script) if self.on == "ray" else nullcontext(plan)
+        return on_ray.placed(plan, self.ray, self, script) if self.on == "ray" else nullcontext(plan)
 
     def checkpointing(self, start: Start) -> CheckpointOptions:
         checkpointing = super().checkpointing(start)

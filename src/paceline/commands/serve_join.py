@@ -12,12 +12,13 @@ import tyro
 from rich.text import Text
 
 from paceline.api import check_count
-from paceline.commands.options import File, Flag, Maybe
+from paceline.commands.options import File, Flag, Maybe, WorkerStart
 from paceline.commands.run import Live, Start, check_script
 from paceline.commands.terminal import console, count, print_plain
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
+    from paceline.runtime.live.driver.children import WorkerStarter
     from paceline.runtime.live.driver.driver import RunPlan
     from paceline.runtime.live.driver.run_plan import OpenRun
     from paceline.runtime.live.messaging.remote_links import RemoteLink
@@ -59,6 +60,14 @@ class Serve(Live):
             raise ConfigError(f"serve runs no script: {script[0]!r} belongs to paceline join")
         return self.run(["serve"], start)
 
+    def starter(self, script: list[str], workers: int, merged: bool = True) -> WorkerStarter:
+        from paceline.runtime.live.driver.children import Child, WorkerStarter
+
+        def start(rank: int, incarnation: int, folder: Path) -> Child:
+            raise RunFailed(f"worker {rank} cannot be started here: it comes from another machine")
+
+        return WorkerStarter(start)
+
     def plan(self, script: list[str]) -> RunPlan:
         from paceline.runtime.live.driver.remote_hosts import Meeting
         from paceline.runtime.live.messaging.addresses import routable
@@ -94,7 +103,7 @@ class Serve(Live):
 
 
 @dataclass(kw_only=True)
-class Join:
+class Join(WorkerStart):
     """Take part in a run of another machine: paceline join tcp://HOST:PORT --key-file paceline.key SCRIPT.py
 
     The script, and what stands after it, is what `paceline run` would take. If this machine is out of reach for a while
@@ -113,7 +122,6 @@ class Join:
     """Give up when nothing is heard of the run for so long."""
 
     def main(self, script: list[str]) -> int:
-        from paceline.runtime.live.driver.children import script_starter
         from paceline.runtime.live.messaging.key_files import read_key_file
         from paceline.runtime.live.messaging.remote_links import RemoteLink, make_keys
         from paceline.runtime.live.multihost.agent import Agent, AgentOffer, new_token
@@ -135,9 +143,8 @@ class Join:
         else:
             warn_insecure(host)
         offer = AgentOffer(self.address, server_key, keys, token, self.workers, patience_s=self.patience_s)
-        starter = script_starter(script[0], script[1:], self.workers)
         try:
-            return Agent(offer, starter, print_plain, connect or (lambda: None)).run()
+            return Agent(offer, self.starter(script, self.workers), print_plain, connect or (lambda: None)).run()
         finally:
             if connect is not None:
                 connect.link.close()

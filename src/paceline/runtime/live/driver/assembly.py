@@ -122,7 +122,7 @@ def assemble(
     messenger = Messenger(listener, hosts)
     output = WorkerOutput(waiter, say, say_error)
     children = Children(waiter, output)
-    starter = ProcessStarter(plan.start_worker, folder, hosts, children)
+    starter = ProcessStarter(plan.starter, folder, hosts, children)
     servers = Servers(plan.members.servers, starter.server, messenger.to_server)
     has_keys = plan.multihost is not None and plan.multihost.keys
     keys = KeyRegistry(servers, has_keys, folder if hosts is None else None)

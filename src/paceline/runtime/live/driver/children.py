@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from paceline.core.messages import Role
 from paceline.runtime.live.server.server import serve
 from paceline.runtime.live.system.process_setup import (
     JOINED,
-    START,
     die_with,
     leave_signals_to_the_driver,
     let_the_driver_end_us,
@@ -66,30 +64,25 @@ class Child:
         return code
 
 
-StartWorker = Callable[[int, int, Path], Child]
-"""(rank, incarnation, folder) -> the new process."""
+def nothing() -> None:
+    """Does nothing."""
+
+
+@dataclass(frozen=True)
+class WorkerStarter:
+    """Starts the processes of workers."""
+
+    start: Callable[[int, int, Path], Child]
+    """(rank, incarnation, folder) -> the new process."""
+    prepare: Callable[[], None] = nothing
+    """Returns when `start` takes no longer than it must."""
+    close: Callable[[], None] = nothing
+    """Ends what there is besides the workers."""
 
 
 def start_server(folder: Path, shard: int, incarnation: int) -> Child:
     """A server, as a fork of this process: torch is here already, and takes seconds to import again."""
     return fork("server", shard, incarnation, lambda: serve(folder, shard, incarnation))
-
-
-def script_starter(script: str, arguments: list[str], workers: int, merged: bool = True) -> StartWorker:
-    """Workers that run a script, each in a fresh interpreter.
-
-    What they print comes through the driver: in one pipe if it is `merged`, in the order in which it was printed; else
-    stderr apart.
-    """
-
-    def start(rank: int, incarnation: int, folder: Path) -> Child:
-        environment = {**os.environ, **environment_of(rank, incarnation, folder)}
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-        command = [sys.executable, "-c", START, script, *arguments]
-        environment["PYTHONUNBUFFERED"] = "1"
-        return _spawn("worker", rank, incarnation, command, environment, merged)
-
-    return start
 
 
 def fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Child:
@@ -117,7 +110,7 @@ def fork(role: Role, rank: int, incarnation: int, run: Callable[[], int]) -> Chi
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    return Child(role, rank, incarnation, pid, os.pidfd_open(pid), lambda: _collect(pid))
+    return Child(role, rank, incarnation, pid, os.pidfd_open(pid), lambda: collect(pid))
 
 
 def environment_of(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
@@ -129,19 +122,8 @@ def environment_of(rank: int, incarnation: int, folder: Path) -> dict[str, str]:
     }
 
 
-def _spawn(
-    role: Role, rank: int, incarnation: int, command: list[str], environment: dict[str, str], merged: bool
-) -> Child:
-    environment["PACELINE_DRIVER"] = str(os.getpid())
-    pipes = [os.pipe() for _ in range(1 if merged else 2)]
-    outputs, into = zip(*pipes, strict=True)
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=into[0], stderr=into[-1])
-    for end in into:
-        os.close(end)
-    return Child(role, rank, incarnation, process.pid, os.pidfd_open(process.pid), process.wait, outputs)
-
-
-def _collect(pid: int) -> int:
+def collect(pid: int) -> int:
+    """Returns the exit code of a child that has ended, or will."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

@@ -72,6 +72,7 @@ class Driver:
     def close(self) -> None:
         """Ends all processes, and leaves nothing behind."""
         self.parts.children.kill_all()
+        self.plan.starter.close()
         self.resources.close()
 
     def _run(self) -> Run:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, ValuesView
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.runtime.live.driver.children import Child, StartWorker, start_server
+from paceline.runtime.live.driver.children import Child, WorkerStarter, start_server
 from paceline.runtime.live.driver.key_registry import KeyRegistry
 from paceline.runtime.live.driver.messenger import Messenger
 from paceline.runtime.live.driver.remote_hosts import RemoteHosts
@@ -71,7 +71,7 @@ class Children:
 class ProcessStarter:
     """Starts the processes of a run, where they belong."""
 
-    start_worker: StartWorker
+    starter: WorkerStarter
     folder: Path
     hosts: RemoteHosts | None
     children: Children
@@ -80,7 +80,7 @@ class ProcessStarter:
         if self.hosts is not None:
             self.children.adopt(self.hosts.start_worker(rank, incarnation))
         else:
-            self.children.adopt(self.start_worker(rank, incarnation, self.folder))
+            self.children.adopt(self.starter.start(rank, incarnation, self.folder))
 
     def server(self, shard: int, incarnation: int) -> bool:
         """Returns whether there was a place for it."""

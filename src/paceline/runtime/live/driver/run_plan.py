@@ -11,7 +11,7 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError
 from paceline.run import Target
 from paceline.runtime.live.driver.checkpointing import CheckpointOptions
-from paceline.runtime.live.driver.children import StartWorker
+from paceline.runtime.live.driver.children import WorkerStarter
 from paceline.runtime.live.driver.health import FaultPolicy
 from paceline.runtime.live.driver.remote_hosts import Meeting, RemoteHosts
 from paceline.runtime.live.driver.run_state import RunState
@@ -34,10 +34,10 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What to run. The policy may be left to the script; `start_worker` makes the processes."""
+    """What to run. The policy may be left to the script; `starter` starts the workers."""
 
     members: Members
-    start_worker: StartWorker
+    starter: WorkerStarter
     policy: Policy | None = None
     cluster: Cluster | None = None
     seed: int = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline import private_files
 from paceline.errors import RunFailed
-from paceline.runtime.live.driver.children import Child, StartWorker
+from paceline.runtime.live.driver.children import Child, WorkerStarter
 from paceline.runtime.live.launchers.rendezvous import poll
 
 AGENT = "agent"
@@ -62,7 +62,7 @@ class AdoptedProcess(Child):
         return 0
 
 
-def adopter() -> StartWorker:
+def adopter() -> WorkerStarter:
     """Makes a starter of workers that takes processes which run already."""
 
     def adopt(rank: int, incarnation: int, folder: Path) -> Child:
@@ -70,7 +70,7 @@ def adopter() -> StartWorker:
             raise RunFailed(f"worker {rank} is not to be had again: its launcher has to start it")
         return AdoptedProcess(folder, rank)
 
-    return adopt
+    return WorkerStarter(adopt)
 
 
 def await_ranks(

@@ -29,8 +29,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.core.messages import Members, Role
 from paceline.errors import ConfigError, PacelineError, RunFailed
-from paceline.runtime.live.driver.children import script_starter
 from paceline.runtime.live.driver.run_plan import OpenRun
+from paceline.runtime.live.driver.script_workers import script_starter
 from paceline.runtime.live.messaging.remote_links import make_keys
 from paceline.runtime.live.multihost.agent import Agent, AgentOffer, new_token
 from paceline.runtime.live.protocol import agent_messages
@@ -75,6 +75,10 @@ class WorkerScript:
     """"" for the folder that Ray has brought there."""
     policy: str | None = None
     """The policy of the command line, if it has one."""
+    preload: tuple[str, ...] = ()
+    """Modules to be imported before workers are forked."""
+    fresh: bool = False
+    """Whether each worker is to be a fresh interpreter instead."""
 
 
 class ScriptFailed(PacelineError):
@@ -111,7 +115,7 @@ class AgentActor:
             sys.stdout.write(f"{line}\n")  # Ray shows an actor's output
             sys.stdout.flush()
 
-        starter = script_starter(str(path), list(script.arguments), 1)
+        starter = script_starter([str(path), *script.arguments], 1, preload=script.preload, fresh=script.fresh)
         agent = Agent(offer, starter, say)
         agent.run()
         if agent.processes.failure:

@@ -23,7 +23,7 @@ from typing import assert_never
 
 from paceline.core.messages import Role
 from paceline.errors import printable
-from paceline.runtime.live.driver.children import Child, StartWorker
+from paceline.runtime.live.driver.children import Child, WorkerStarter
 from paceline.runtime.live.messaging.addresses import host_and_port, leading_to
 from paceline.runtime.live.messaging.remote_links import KeyPair
 from paceline.runtime.live.messaging.unix_sockets import Listener, Waiter
@@ -64,12 +64,12 @@ class AgentOffer:
 
 
 class Agent:
-    """Runs the processes of one host. `start_worker` makes a worker; `say` gets lines for a person."""
+    """Runs the processes of one host. `starter` starts workers; `say` gets lines for a person."""
 
     def __init__(
         self,
         offer: AgentOffer,
-        start_worker: StartWorker,
+        starter: WorkerStarter,
         say: Callable[[str], None],
         connect: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,7 +80,7 @@ class Agent:
         self.waiter = Waiter()
         self.driver = DriverConnection(offer.address, offer.server_key, offer.keys, offer.token, offer.patience_s, say)
         self.listener = Listener(self.folder.path / "driver")
-        self.processes = LocalProcesses(self.folder.path, self.waiter, start_worker, say)
+        self.processes = LocalProcesses(self.folder.path, self.waiter, starter, say)
         self.state: HostState = Unwelcomed(connect)
         self.over: agent_messages.Over | None = None
 
@@ -89,6 +89,8 @@ class Agent:
         try:
             self.waiter.watch(self.driver.link)
             self.waiter.watch(self.listener)
+            if self.offer.workers:
+                self.processes.starter.prepare()  # once it has arrived it is given up if it is silent for long
             self._arrive()
             while self.over is None:
                 self._turn()

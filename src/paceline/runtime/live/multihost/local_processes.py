@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from paceline.core.messages import Role
-from paceline.runtime.live.driver.children import Child, StartWorker, how, start_server
+from paceline.runtime.live.driver.children import Child, WorkerStarter, how, start_server
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.messaging.unix_sockets import Waiter
 from paceline.runtime.live.peer import parameter_slots
@@ -22,12 +22,12 @@ KEPT_LINES = 30
 
 
 class LocalProcesses:
-    """Workers, which `start_worker` makes, and servers; `say` gets the lines that they print."""
+    """Workers, which `starter` starts, and servers; `say` gets the lines that they print."""
 
-    def __init__(self, folder: Path, waiter: Waiter, start_worker: StartWorker, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, waiter: Waiter, starter: WorkerStarter, say: Callable[[str], None]) -> None:
         self.folder = folder
         self.waiter = waiter
-        self.start_worker = start_worker
+        self.starter = starter
         self.say = say
         self.children: dict[int, Child] = {}
         """The processes that run, by sentinel."""
@@ -46,7 +46,7 @@ class LocalProcesses:
         else:
             if with_keys:
                 key = write_keys(self.folder, rank, incarnation)
-            child = self.start_worker(rank, incarnation, self.folder)
+            child = self.starter.start(rank, incarnation, self.folder)
         self.children[child.sentinel] = child
         self.waiter.watch(child.sentinel)
         self.output.listen(child)
@@ -101,6 +101,7 @@ class LocalProcesses:
 
     def close(self) -> None:
         self.end_all()
+        self.starter.close()
         self.output.close_all()
 
     def _say(self, line: str) -> None:
