@@ -35,12 +35,14 @@ def state():
     ctypes.CDLL(None).prctl(2, ctypes.byref(deathly))
     import numpy
     import torch
+    from sklearn.datasets import load_digits
     from threadpoolctl import threadpool_info
 
     threads = [thread.name for thread in threading.enumerate()]
     tasks = len(os.listdir("/proc/self/task"))
     numpy.ones((400, 400)) @ numpy.ones((400, 400))
     torch.optim.SGD([torch.zeros(1)], lr=0.0)  # sets TORCHINDUCTOR_CACHE_DIR
+    load_digits()
     data = torch.utils.data.TensorDataset(torch.arange(8))
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
