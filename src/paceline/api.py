@@ -172,6 +172,7 @@ def launch(
     timeout_s: float | None = None,
     slicing: str = EPS,
     watch: Watcher | None = None,
+    servers_on: str = "auto",
 ) -> Run:
     """Trains live: calls `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
 
@@ -184,7 +185,8 @@ def launch(
     `cluster` slows workers down and injects faults as a scenario says, drawn from `seed`. The run ends when `fn` has
     returned everywhere, or when what it logs reaches the `target` ("accuracy=0.95", "val_loss<=2"); it fails if it
     takes longer than `timeout_s`. `slicing` is how the parameters are cut over the servers: "eps", equal slices, or
-    "key-range", as in ps-lite. `watch` is called with each point of the history as it comes.
+    "key-range", as in ps-lite. `watch` is called with each point of the history as it comes. `servers_on` says where
+    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md).
     """
     from paceline.function_workers import function_starter
     from paceline.runtime.live.driver.driver import Driver, RunPlan
@@ -201,8 +203,15 @@ def launch(
         care=FaultPolicy(timeout_s=timeout_s),
         slicing=check_slicing(slicing),
         servers_asked=servers,
+        servers_on=check_servers_on(servers_on),
     )
     return Driver(plan, watch=watch).run()
+
+
+def check_servers_on(place: str) -> str:
+    if place not in ("auto", "cpu", "gpu"):
+        raise ConfigError(f"servers_on={place!r} is none of auto, cpu, gpu")
+    return place
 
 
 class Job:

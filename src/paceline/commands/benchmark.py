@@ -28,7 +28,7 @@ class Benchmark(ABC):
         for name in (field.name for field in fields(self)):
             given = getattr(self, name)
             for value in given if isinstance(given, tuple) else (given,):
-                if isinstance(value, int):
+                if isinstance(value, int) and not isinstance(value, bool):
                     check_count(name.replace("_", "-"), value, self.LEAST.get(name, 1))
         write_json(self.json, self.measure())
         return 0

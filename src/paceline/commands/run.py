@@ -55,6 +55,8 @@ class Live(Outputs, ABC):
     """How many processes run the script."""
     servers: Maybe[int] = None
     """How many servers the parameters are sliced over (1; none under a policy without servers, as hop)."""
+    servers_on: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where servers, or peers, have the parameters: auto, on the GPU if all models are there (docs/gpu.md)."""
     slicing: str = EPS
     """How parameters are cut: eps, equal slices; key-range, whole tensors, as many for each server, as in ps-lite."""
     policy: Maybe[str] = None
@@ -171,6 +173,7 @@ class Live(Outputs, ABC):
             care=FaultPolicy(self.restarts, self.abort, self.hang_timeout_s, self.timeout_s),
             slicing=check_slicing(self.slicing),
             servers_asked=self.servers,
+            servers_on=self.servers_on,
         )
 
     @abstractmethod

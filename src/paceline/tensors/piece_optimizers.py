@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.tensors.fused_kernels import sum_into
-from paceline.tensors.optimizer_catalogue import CATALOGUE
+from paceline.tensors.optimizer_catalogue import CATALOGUE, CatalogueEntry
 from paceline.tensors.schedules import Schedule
 
 State = dict[str, Tensor]
@@ -109,17 +109,10 @@ class TorchPieceOptimizer:
         if count > 1:
             gradient.div_(count)
         (group,) = self.optimizer.param_groups
-        group.update(self.hyper)
         before = self.values.clone() if self.kind.blended and weight != 1 else None
-        group["lr"] *= self.step_schedule.factor if self.kind.blended else weight * self.step_schedule.factor
-        if self.step_schedule.stretch and weight != 1:
-            stretch(group, self.kind.stretched, weight)
-            share = group.pop("share", 1.0)
-            if isinstance(self.optimizer, torch.optim.SGD):  # whose first step knows no dampening
-                gradient = gradient * share
-                group["weight_decay"] *= share
-            elif share != 1:
-                group["dampening"] = 1 - (1 - group["dampening"]) * share
+        share = set_group(group, self.hyper, self.kind, weight, self.step_schedule)
+        if share != 1:
+            gradient = gradient * share
         self.tensor.grad = gradient.view(self.tensor.shape)
         self.optimizer.step()
         self.tensor.grad = None
@@ -140,6 +133,25 @@ class TorchPieceOptimizer:
         shape = tuple(self.tensor.shape)
         shaped = {name: value if name in SCALARS else unpadded(name, value, shape) for name, value in state.items()}
         self.optimizer.state[self.tensor].update(shaped)
+
+
+def set_group(
+    group: dict[str, Any], hyper: Hyper, kind: CatalogueEntry, weight: float, step_schedule: StepSchedule
+) -> float:
+    """Gives a group of torch's the hyper-parameters of a step of this weight; returns what its gradient is multiplied
+    by."""
+    group.update(hyper)
+    group["lr"] *= step_schedule.factor if kind.blended else weight * step_schedule.factor
+    if not step_schedule.stretch or weight == 1:
+        return 1.0
+    stretch(group, kind.stretched, weight)
+    share: float = group.pop("share", 1.0)
+    if kind.cls is torch.optim.SGD:  # whose first step knows no dampening
+        group["weight_decay"] *= share
+        return share
+    if share != 1:
+        group["dampening"] = 1 - (1 - group["dampening"]) * share
+    return 1.0
 
 
 def constructor_arguments(hyper: Hyper) -> Hyper:

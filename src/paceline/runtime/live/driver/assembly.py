@@ -47,6 +47,7 @@ from paceline.runtime.live.driver.run_state import RunState
 from paceline.runtime.live.driver.sample_dispatchers import SampleDispatchers
 from paceline.runtime.live.driver.script_barrier import ScriptBarrier
 from paceline.runtime.live.driver.script_ends import ScriptEnds
+from paceline.runtime.live.driver.server_placement import ServerPlacement
 from paceline.runtime.live.driver.server_resizing import ResizeLimits, ServerResizing
 from paceline.runtime.live.driver.server_restarts import ServerRestarts
 from paceline.runtime.live.driver.server_startup import ServerStartup
@@ -165,8 +166,9 @@ def assemble(
     )  # fmt: skip
     needed = plan.members.workers if hosts is not None else 0
     barrier = ScriptBarrier(state, roster, workers, needed, servers, messenger.to_worker, health.excuse, say)
+    placement = ServerPlacement(plan.servers_on, plan.obstacle_to_devices, described, say)
     startup = ServerStartup(
-        servers, state, roster, messenger, keys, durability, checkpointer, resizing, barrier, health
+        servers, state, roster, messenger, keys, durability, checkpointer, resizing, barrier, health, placement
     )  # fmt: skip
     welcome = Welcome(
         state, roster, messenger, servers, resizing, peers, peer_setup, health, schedulers,
@@ -185,7 +187,7 @@ def assemble(
         worker_restarter, state, roster, workers, fault_injector, has_place, health, keys, folder, say
     )
     script_ends = ScriptEnds(state, roster, workers, peers, health, say)
-    model_setup = ModelSetup(plan, state, admission, startup, peer_setup, coordinators, checkpointer)
+    model_setup = ModelSetup(plan, state, admission, startup, peer_setup, coordinators, checkpointer, placement)
     beginning = Beginning(
         model_setup, state, admission, servers, worker_restarts, checkpointer, durability, outcomes, folder, say
     )
@@ -300,6 +302,7 @@ def _write_config(plan: RunPlan, folder: Path, traces: Path) -> None:
         plan.checkpointing is not None,
         secrets.token_hex(8),
         plan.multihost,
+        servers_on="cpu" if plan.obstacle_to_devices else plan.servers_on,
     )
     private_files.write(folder / "config", msgspec.json.encode(config))
     if plan.multihost is not None:

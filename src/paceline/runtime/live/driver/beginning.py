@@ -31,6 +31,7 @@ from paceline.runtime.live.driver.durability import Durability
 from paceline.runtime.live.driver.peer_setup import PeerSetup
 from paceline.runtime.live.driver.run_plan import RunPlan
 from paceline.runtime.live.driver.run_state import Model, RunState
+from paceline.runtime.live.driver.server_placement import ServerPlacement
 from paceline.runtime.live.driver.server_startup import ServerStartup
 from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.driver.worker_restarts import WorkerRestarts
@@ -53,6 +54,7 @@ class ModelSetup:
     peer_setup: PeerSetup
     coordinators: Coordinators
     checkpointer: Checkpointer | None
+    placement: ServerPlacement
 
     def configure(self, lead: wire.Describe) -> None:
         """Configures the run, unless it cannot be done with this."""
@@ -77,6 +79,7 @@ class ModelSetup:
             self.peer_setup.prepare(policy)
         else:
             self.coordinators.start(model, self.plan.members)
+            self.placement.choose(self.admission.workers.processes())
             self.startup.configure_all()
 
     def _choose_policy(self, script: str) -> Policy:

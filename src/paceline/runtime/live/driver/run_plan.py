@@ -53,8 +53,19 @@ class RunPlan:
     """Called now and then: what places the processes may have something to say."""
     multihost: MultihostOptions | None = None
     """How it crosses hosts, if it may."""
+    servers_on: str = "auto"
+    """Where the servers have the parameters: "cpu", "gpu", or "auto", where the models are."""
     servers_asked: int | None = None
     """How many servers somebody has asked for: too many, if the script's policy has none."""
+
+    @property
+    def obstacle_to_devices(self) -> str:
+        """Why this run must have its parameters on the CPU; "" if they may be on a device."""
+        if self.multihost is not None:
+            return "the run may cross hosts"
+        if self.checkpointing is not None and self.checkpointing.durable is not None:
+            return "a durable server logs what it has in memory of its own"
+        return ""
 
     def check(self) -> None:
         """Refuses what cannot be together."""

@@ -14,6 +14,7 @@ from paceline.runtime.live.driver.messenger import Messenger
 from paceline.runtime.live.driver.roster import Roster
 from paceline.runtime.live.driver.run_state import RunState
 from paceline.runtime.live.driver.script_barrier import ScriptBarrier
+from paceline.runtime.live.driver.server_placement import ServerPlacement
 from paceline.runtime.live.driver.server_resizing import ServerResizing
 from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.protocol import wire
@@ -34,6 +35,7 @@ class ServerStartup:
     resizing: ServerResizing
     barrier: ScriptBarrier
     health: HealthMonitor
+    placement: ServerPlacement
 
     def configure_all(self) -> None:
         """Tell all what they are to hold, at the beginning."""
@@ -54,7 +56,8 @@ class ServerStartup:
             str(model.policy), model.layout, self.servers.assignment, optimizer,
             self.state.epoch_s if self.state.begun else None,
             str(path) if path is not None else None, self.resizing.reslice_for(shard), every,
-            self.durability.order_for(shard),
+            self.durability.order_for(shard), self.placement.device_for(shard),
+            "" if self.state.begun else self.placement.probe,
         )  # fmt: skip
         self.servers.tell(shard, configure)
 
@@ -70,6 +73,8 @@ class ServerStartup:
                 self._configure(shard)
             return
         servers.configured.add(shard)
+        if ready.problem:
+            self.placement.take_problem(shard, ready.problem)
         if self.state.begun:
             view = self.roster.view()
             servers.tell(shard, wire.NewView(view))

@@ -17,6 +17,7 @@ from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import LiveConfig
 from paceline.runtime.live.protocol.driver_texts import policy_of
 from paceline.runtime.live.storage import shared_memory
+from paceline.runtime.live.trainer.device_report import DeviceReport, probe_name
 from paceline.runtime.live.trainer.model_description import ModelDescription
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.startup import introduce
@@ -39,7 +40,8 @@ def begin_peer(
     """Returns a peer whose model holds the first parameters, and how the run begins, or goes on, with it."""
     refuse_options(model, overlap)
     neighbours = Neighbours(run.folder, (run.rank, run.incarnation), model.layout, run.config, run.waiter)
-    begin = introduce(run, model, policy, neighbours.endpoint)
+    report = DeviceReport(model.tensors, run.folder / probe_name(run.rank, run.incarnation), wanted=False)
+    begin = introduce(run, model, policy, report, neighbours.endpoint)
     chosen = policy_of(begin.policy, run.config, policy)
     if not isinstance(chosen, PeerPolicy) or begin.graph is None:
         raise PacelineError(f"the driver names a policy for this peer that is none: {printable(begin.policy)}")

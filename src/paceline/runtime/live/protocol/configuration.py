@@ -21,6 +21,8 @@ class Endpoint(Struct, frozen=True):
     """tcp://HOST:PORT for processes of other hosts; "" in a run on one host."""
     key: str = ""
     """Its public key; "" without keys."""
+    device: str = ""
+    """The device in whose memory it steps its parameters (`storage/device_segments.py`); "" on the CPU."""
     common: bool = False
     """Whether workers read its parameters where it steps them: the segment `shared_memory.COMMON`."""
 
@@ -63,5 +65,7 @@ class LiveConfig(Struct, frozen=True):
     """Set if the run is on several hosts."""
     guest: bool = False
     """Whether the driver is on another host: none of its texts becomes a path or code (`driver_texts.py`)."""
+    servers_on: str = "auto"
+    """Where servers, or peers, have the parameters: "cpu", "gpu", or "auto", where the models are."""
     own_policy: str | None = None
     """The policy of this host's own command line, which may be in a file even for a guest."""

@@ -45,6 +45,9 @@ class Describe(Struct, frozen=True, tag=True):
     """The second names of tied weights."""
     endpoint: Endpoint | None = None
     """Where a peer can be reached, in a run on several hosts."""
+    device: str = ""
+    """The device that holds the model, if its memory can be shared: "" on the CPU, and where `problem` says why not."""
+    problem: str = ""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -169,6 +172,10 @@ class Configure(Struct, frozen=True, tag=True):
     """The number of updates after which to send `Due`."""
     journal: Journalled | None = None
     """Set if the server is durable."""
+    device: str = ""
+    """The device to step on, if it can; "" for the CPU."""
+    probe: str = ""
+    """The file of the run's folder with a segment of that device, made by a worker: whether it can be mapped."""
 
 
 class StartClock(Struct, frozen=True, tag=True):
@@ -240,6 +247,8 @@ class Ready(Struct, frozen=True, tag=True):
     shard: int
     configured: bool
     endpoint: Endpoint
+    problem: str = ""
+    """Why it steps on the CPU, if it was to step on a device."""
 
 
 class Enrol(Struct, frozen=True, tag=True):

@@ -30,6 +30,7 @@ from paceline.runtime.live.protocol import resizing_messages, script_calls, wire
 from paceline.runtime.live.protocol.driver_texts import policy_of
 from paceline.runtime.live.server.absences import Absences
 from paceline.runtime.live.server.connection import ServerConnection
+from paceline.runtime.live.server.device_steps import find_device
 from paceline.runtime.live.server.journal import Journal, JournalingRunner
 from paceline.runtime.live.server.log_replay import Rebuilt, rebuild
 from paceline.runtime.live.server.remote_workers import RemoteWorkers, sender_of
@@ -58,7 +59,8 @@ class LiveServer:
         # Who waited for the last incarnation asks again; others still compute on what that one has stepped.
         share = run.incarnation == 0 and run.remote is None and may_share(order, policy)
         workers = run.config.members.workers
-        self.state = ShardState(run.folder, run.shard, order, workers, rebuilt, may_share=share)
+        device, self.problem = find_device(order, run.folder, run.shard, workers)
+        self.state = ShardState(run.folder, run.shard, order, workers, rebuilt, may_share=share, device=device)
         self.machine = rebuilt.machine if rebuilt is not None else machine_of(run, order, policy)
         self.buffers = WorkerBuffers(self.open_buffer)
         self.executor = ShardExecutor(run, self.machine, self.state, self.buffers, order.journal is not None)
@@ -102,10 +104,11 @@ class LiveServer:
 
     def open_endpoint(self) -> None:
         """Says where the parameters are."""
-        self.run.endpoint = msgspec.structs.replace(self.run.endpoint, common=self.state.common)
+        device = self.state.device.name if self.state.device is not None else ""
+        self.run.endpoint = msgspec.structs.replace(self.run.endpoint, common=self.state.common, device=device)
 
     def say_ready(self) -> None:
-        self.run.tell(wire.Ready(self.run.shard, True, self.run.endpoint))
+        self.run.tell(wire.Ready(self.run.shard, True, self.run.endpoint, self.problem))
 
     def open_buffer(self, process: Process) -> WorkerBuffer:
         """Returns a worker's memory, of this host or, for one on another host, of this server's own."""

@@ -19,7 +19,7 @@ from paceline.core.events import Restored, ServersChanged
 from paceline.core.policy import CentralPolicy, Policy
 from paceline.errors import PacelineError
 from paceline.runtime.live.protocol import resizing_messages, wire
-from paceline.runtime.live.server import shard_transfer
+from paceline.runtime.live.server import device_steps, shard_transfer
 from paceline.runtime.live.server.log_replay import Rebuilt
 from paceline.runtime.live.server.worker_buffer import (
     ParameterCopy,
@@ -33,8 +33,10 @@ from paceline.runtime.live.server.worker_buffer import (
     scatter,
 )
 from paceline.runtime.live.storage import checkpoint, shared_memory
+from paceline.runtime.live.storage.device_segments import DeviceSegments, MemoryDevice
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges
+from paceline.tensors.device_optimizer import DeviceOptimizer, SliceOptimizer
 from paceline.tensors.piece_optimizers import Hyper, State
 from paceline.tensors.shard_optimizer import ShardOptimizer, ThreadCounts
 
@@ -50,10 +52,15 @@ class ShardState:
         workers: int,
         rebuilt: Rebuilt | None = None,
         may_share: bool = False,
+        device: MemoryDevice | None = None,
     ) -> None:
+        self.optimizer: SliceOptimizer
         self.folder = folder
         self.shard = shard
         self.workers = workers
+        self.device = device
+        """The device that steps; None for the CPU."""
+        self.segments = DeviceSegments()
         self.layout = order.layout
         self.assignment = order.assignment
         self.spec = order.optimizer
@@ -98,8 +105,12 @@ class ShardState:
 
     def _share(self, values: Tensor) -> Tensor:
         """The same where all workers can read it, if there is room for that."""
+        path = self.folder / shared_memory.COMMON
         with contextlib.suppress(PacelineError, OSError):
-            common = shared_memory.create(self.folder / shared_memory.COMMON, self.layout)
+            if self.device is not None:
+                common = self.segments.create(path, self.layout, self.device)
+            else:
+                common = shared_memory.create(path, self.layout)
             self.common = True
             return common.copy_(values)
         return values
@@ -111,8 +122,11 @@ class ShardState:
 
     def _hold(self, values: Tensor, learned: State) -> None:
         """Step this part of the parameters from now on."""
-        threads = ThreadCounts.of(len(self.assignment), self.workers)
-        self.optimizer = ShardOptimizer(self.layout, self.part, values, self.spec, threads)
+        if self.device is not None:
+            self.optimizer = DeviceOptimizer(self.layout, self.part, values.to(self.device.place), self.spec)
+        else:
+            threads = ThreadCounts.of(len(self.assignment), self.workers)
+            self.optimizer = ShardOptimizer(self.layout, self.part, values, self.spec, threads)
         if self.hyper is not None:
             self.optimizer.set_hyper(self.hyper)
         if learned:
@@ -136,6 +150,12 @@ class ShardState:
 
     def open_buffer(self, worker: int, incarnation: int, reply: Reply) -> WorkerBuffer:
         """Returns this part of a worker's shared memory."""
+        if self.device is not None:
+            assert isinstance(self.optimizer, DeviceOptimizer)
+            process = (worker, incarnation)
+            return device_steps.open_buffer(
+                self.folder, self.layout, self.part, self.optimizer, self.device, process, reply
+            )
         whole = shared_memory.attach(shared_memory.segment_path(self.folder, worker, incarnation), self.layout)
         parameters = SharedParameters() if self.common else ParameterCopy(whole, self.part, self.optimizer)
         path = shared_memory.staging_path(self.folder, worker, incarnation)

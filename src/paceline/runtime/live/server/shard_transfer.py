@@ -15,9 +15,9 @@ from torch import Tensor
 from paceline.runtime.live.protocol import resizing_messages
 from paceline.tensors import state
 from paceline.tensors.assignment import Ranges, overlap
+from paceline.tensors.device_optimizer import SliceOptimizer
 from paceline.tensors.layout import Layout
 from paceline.tensors.piece_optimizers import State
-from paceline.tensors.shard_optimizer import ShardOptimizer
 
 VALUES = "values"
 """Among the vectors of a state: the parameters themselves."""
@@ -27,12 +27,12 @@ def file_of(folder: Path, number: int, giver: int, taker: int) -> Path:
     return folder / f"moved-{number}-{giver}-{taker}"
 
 
-def held_by(optimizer: ShardOptimizer, layout: Layout, part: Ranges) -> State:
+def held_by(optimizer: SliceOptimizer, layout: Layout, part: Ranges) -> State:
     """Everything a server has, with scalars by tensor: as it can be cut and joined."""
     return {VALUES: optimizer.values, **state.by_tensor(optimizer.state(), layout, part)}
 
 
-def give(folder: Path, order: resizing_messages.Give, shard: int, layout: Layout, optimizer: ShardOptimizer) -> None:
+def give(folder: Path, order: resizing_messages.Give, shard: int, layout: Layout, optimizer: SliceOptimizer) -> None:
     """Write what others are to have of this shard's part."""
     mine = order.before[shard]
     held = held_by(optimizer, layout, mine)
@@ -43,7 +43,7 @@ def give(folder: Path, order: resizing_messages.Give, shard: int, layout: Layout
 
 
 def take(
-    folder: Path, order: resizing_messages.Give, shard: int, layout: Layout, optimizer: ShardOptimizer | None
+    folder: Path, order: resizing_messages.Give, shard: int, layout: Layout, optimizer: SliceOptimizer | None
 ) -> tuple[Tensor, State]:
     """The values and the state of this shard's new part, from what it keeps (if it is no new one) and what it gets."""
     ours = order.after[shard]

@@ -15,17 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 
 from paceline.core.messages import Parameters
 from paceline.runtime.live.storage.update_log import raw
 from paceline.tensors.assignment import Ranges
-from paceline.tensors.shard_optimizer import ShardOptimizer, SlicedGradient
+from paceline.tensors.shard_optimizer import SlicedGradient
 
 Reply = Callable[[Parameters], None]
 NONE = -1
 """The version of memory that holds no parameters."""
+
+
+class Cut(Protocol):
+    """An optimizer that has its slice in pieces."""
+
+    def cut_from(self, whole: Tensor) -> SlicedGradient:
+        """Cuts the pieces of the slice out of a vector over all parameters."""
 
 
 class SharedParameters:
@@ -42,10 +50,9 @@ class SharedParameters:
 class ParameterCopy(SharedParameters):
     """A worker's own copy of this server's part of the parameters."""
 
-    def __init__(self, whole: Tensor, part: Ranges, optimizer: ShardOptimizer) -> None:
+    def __init__(self, whole: Tensor, part: Ranges, optimizer: Cut) -> None:
         self.ranges = ranges_of(whole, part)
-        self.pieces = optimizer.cut_from(whole)
-        self.targets = (self.pieces,)
+        self.targets = (optimizer.cut_from(whole),)
 
     def write_back(self, values: Tensor, version: int) -> None:
         if self.version != version:
@@ -91,7 +98,7 @@ class SeparateBuffer(WorkerBuffer):
     """A gradient in a vector that parameters are not written to."""
 
     def __init__(
-        self, vector: Tensor, part: Ranges, optimizer: ShardOptimizer, parameters: SharedParameters, reply: Reply
+        self, vector: Tensor, part: Ranges, optimizer: Cut, parameters: SharedParameters, reply: Reply
     ) -> None:
         super().__init__(parameters, reply)
         self.ranges = ranges_of(vector, part)
@@ -110,11 +117,11 @@ class SegmentBuffer(WorkerBuffer):
     may_overwrite = True
     gradient: SlicedGradient
 
-    def __init__(self, vector: Tensor, part: Ranges, optimizer: ShardOptimizer, reply: Reply) -> None:
+    def __init__(self, vector: Tensor, part: Ranges, optimizer: Cut, reply: Reply) -> None:
         copy = ParameterCopy(vector, part, optimizer)
         super().__init__(copy, reply)
         self.ranges = copy.ranges
-        self.gradient = copy.pieces
+        self.gradient = optimizer.cut_from(vector)
 
     def begin_push(self, absent: frozenset[int]) -> None:
         self.absent = absent

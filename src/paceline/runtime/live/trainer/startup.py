@@ -17,6 +17,7 @@ from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import Endpoint
 from paceline.runtime.live.storage import shared_memory
 from paceline.runtime.live.system.training_end import Stopped
+from paceline.runtime.live.trainer.device_report import DeviceReport
 from paceline.runtime.live.trainer.model_description import ModelDescription, contiguous
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.tensors.layout import flatten, put
@@ -28,7 +29,11 @@ BEGUN = "begun"
 
 
 def introduce(
-    run: RunConnection, model: ModelDescription, policy: Policy | None, endpoint: Endpoint | None = None
+    run: RunConnection,
+    model: ModelDescription,
+    policy: Policy | None,
+    report: DeviceReport,
+    endpoint: Endpoint | None = None,
 ) -> wire.Begin:
     """Describes the model; returns when the run begins, or goes on, with this process."""
     lead = run.rank == 0 and not (run.folder / BEGUN).exists()
@@ -43,9 +48,12 @@ def introduce(
         str(policy) if policy is not None else None,
         model.aliases,
         endpoint,
+        report.name,
+        report.problem,
     )
     run.send(described)
     begin = await_begin(run)
+    report.remove_probe()
     run.epoch_s = begin.epoch_s
     if not lead or begin.resumed:
         take_others(run.folder, model)

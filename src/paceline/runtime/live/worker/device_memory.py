@@ -48,7 +48,8 @@ class DeviceMemory(WorkerMemory):
         overlap: bool,
         copy_streams: Mapping[torch.device, CopyStream],
     ) -> None:
-        super().__init__(folder, process, layout, tensors)
+        super().__init__(folder, layout, tensors)
+        self.own = shared_memory.create(shared_memory.segment_path(folder, *process), layout)
         self.rank = process[0]
         self.pinned: list[Tensor] = []
         self.gradient = self.own
@@ -66,6 +67,9 @@ class DeviceMemory(WorkerMemory):
         common = shared_memory.attach(path, self.layout)
         self.pin(common)
         return CopiedParameters(self.copies, self.layout.views(common))
+
+    def settle(self) -> None:
+        self.copies.settle()
 
     def load(self) -> None:
         super().load()

@@ -113,7 +113,11 @@ class ServerConnections:
         )
         gathers = len(self.remote) == len(self.links) and self.payload.gathers
         early = [link for link in self.remote.values() if isinstance(link, EarlyServerLink)]
-        self.memory.follow(all(endpoint.common for endpoint in self.endpoints), gathers, early)
+        here = self.memory.device_name
+        if here and not all(endpoint.device for endpoint in self.endpoints):
+            raise PacelineError("a server has come back without the device that the model is on: start the run again")
+        common = all(endpoint.common and endpoint.device == here for endpoint in self.endpoints)
+        self.memory.follow(common, gathers, early)
 
     def follow_restart(self, shard: int, endpoint: Endpoint) -> None:
         """A server was restarted: what was said to its last incarnation is said again."""

@@ -15,21 +15,33 @@ from paceline.runtime.live.storage import abort_flag
 from paceline.runtime.live.storage.abort_flag import AbortFlag
 from paceline.runtime.live.system.process_setup import give_way
 from paceline.runtime.live.system.training_end import Stopped
+from paceline.runtime.live.trainer.device_report import DeviceReport, probe_name
 from paceline.runtime.live.trainer.model_description import ModelDescription
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.startup import introduce
 from paceline.runtime.live.worker.abortable_step import AbortableStep, tell_ignored
 from paceline.runtime.live.worker.device_memory import memory_for
+from paceline.runtime.live.worker.shared_device_memory import SharedDeviceMemory
 from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.runtime.live.worker.worker_executor import WorkerExecutor
+from paceline.runtime.live.worker.worker_memory import WorkerMemory
 
 
 def begin_worker(
     run: RunConnection, model: ModelDescription, policy: Policy | None, overlap: bool
 ) -> tuple[LiveWorker, wire.Begin]:
     """A worker whose model holds the first parameters, and how the run begins, or goes on, with it."""
-    memory = memory_for(run.folder, (run.rank, run.incarnation), model.layout, model.tensors, overlap)
-    begin = introduce(run, model, policy)
+    place = (run.folder, (run.rank, run.incarnation), model.layout, model.tensors)
+    probe = run.folder / probe_name(run.rank, run.incarnation)
+    report = DeviceReport(model.tensors, probe, wanted=run.config.servers_on != "cpu")
+    # Made before the run begins: if there is no room for it, none does.
+    memory: WorkerMemory | None = memory_for(*place, overlap) if report.device is None else None
+    begin = introduce(run, model, policy, report)
+    if memory is None and report.device is not None and all(each.device for each in begin.endpoints):
+        common = all(each.common and each.device == report.name for each in begin.endpoints)
+        memory = SharedDeviceMemory(*place, report.device, report.segments, common)
+    elif memory is None:
+        memory = memory_for(*place, overlap)
     config = run.config
     if (
         config.multihost is None or not config.multihost.shared_memory

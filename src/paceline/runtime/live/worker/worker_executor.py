@@ -65,7 +65,7 @@ class WorkerExecutor:
         """The computation that was ordered is given up: returns when fresh parameters for it are there."""
         ordered = self.ordered
         assert ordered is not None
-        self.memory.copies.settle()
+        self.memory.settle()
         resync = Resync(self.run.rank, self.run.incarnation, ordered.iteration)
         self.runner.deliver(ResyncArrived(self.run.now(), resync))
         self.ordered = None

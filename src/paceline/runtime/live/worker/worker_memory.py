@@ -29,7 +29,6 @@ from paceline.tensors.layout import Layout
 class WorkerMemory(ABC):
     """One worker's shared memory, and the gradient that is in it or on its way."""
 
-    copies: GradientCopies
     parameters: ParameterPath
     gradient: Tensor
     """The segment for gradients, which may be the one for parameters."""
@@ -38,12 +37,15 @@ class WorkerMemory(ABC):
     """The way of gradients unless `gathered` is possible."""
     gathered: GatheredGradient | None = None
 
-    def __init__(self, folder: Path, process: tuple[int, int], layout: Layout, tensors: Sequence[Tensor]) -> None:
+    device_name = ""
+    """The device on which its segments are; "" in shared memory."""
+    own: Tensor
+    """The segment that servers write parameters to, unless all workers read them in one place."""
+
+    def __init__(self, folder: Path, layout: Layout, tensors: Sequence[Tensor]) -> None:
         self.folder = folder
         self.layout = layout
         self.tensors = tensors
-        self.own = shared_memory.create(shared_memory.segment_path(folder, *process), layout)
-        """The segment that servers write parameters to, unless all workers read them in one place."""
         self.is_common = False
         """Whether the parameters are read where the server steps them."""
         self.early: list[EarlySending] = []
@@ -69,7 +71,7 @@ class WorkerMemory(ABC):
 
     def commit(self) -> None:
         """The gradient is about to be pushed: from now on the memory belongs to the servers."""
-        self.copies.settle()
+        self.settle()
         self.is_pushed = True
 
     def load(self) -> None:
@@ -143,18 +145,25 @@ class WorkerMemory(ABC):
     def common_parameters(self, path: Path) -> ParameterPath:
         """Returns the way of parameters that a server steps in this file."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Returns when nothing is being copied or computed in this memory."""
+
     def close(self) -> None:
-        self.copies.settle()
+        self.settle()
         self.parameters.close()
 
 
 class HostMemory(WorkerMemory):
     """The memory of a worker whose model is on the CPU."""
 
+    copies: GradientCopies
+
     def __init__(
         self, folder: Path, process: tuple[int, int], layout: Layout, tensors: Sequence[Tensor], overlap: bool
     ) -> None:
-        super().__init__(folder, process, layout, tensors)
+        super().__init__(folder, layout, tensors)
+        self.own = shared_memory.create(shared_memory.segment_path(folder, *process), layout)
         if overlap:
             self.gradient = shared_memory.create(shared_memory.staging_path(folder, *process), layout)
             self.copies = HostCopies(layout.views(self.gradient))
@@ -170,6 +179,9 @@ class HostMemory(WorkerMemory):
     def own_parameters(self) -> ParameterPath:
         # While a gradient is handed in, that is what the segment holds until the answer.
         return OwnParameters(self.own, self.layout, self.tensors, takes_along=not self.written)
+
+    def settle(self) -> None:
+        self.copies.settle()
 
     def common_parameters(self, path: Path) -> ParameterPath:
         return SharedParameters(path, self.layout, self.tensors)

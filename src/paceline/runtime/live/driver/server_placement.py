@@ -1,0 +1,64 @@
+"""Where servers have the parameters: on the GPUs where the models are, or on the CPU; and why, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.trainer.device_report import probe_name
+
+
+@dataclass(eq=False)
+class ServerPlacement:
+    """Chooses a device for each server, or none, when all workers have said where their models are."""
+
+    wanted: str
+    """"cpu", "gpu", or "auto": where the models are."""
+    obstacle: str
+    """Why this run must have its servers on the CPU, if it must."""
+    described: Mapping[tuple[int, int], wire.Describe]
+    say: Callable[[str], None]
+    devices: tuple[str, ...] = ()
+    """The devices that servers are spread over; none if they step on the CPU."""
+    probe: str = ""
+    """The file with worker 0's probe."""
+
+    def choose(self, live: Iterable[tuple[int, int]]) -> None:
+        """Chooses, from what these workers have said."""
+        if self.wanted == "cpu":
+            return
+        said = [self.described[process] for process in sorted(live) if process in self.described]
+        devices = tuple(dict.fromkeys(each.device for each in said if each.device))
+        why = self._why_not(said)
+        if not devices and not why:
+            if self.wanted == "gpu":
+                self.say("servers on the CPU: no model is on a GPU")
+        elif why:
+            self.say(f"servers on the CPU: {why}")
+        else:
+            self.devices = devices
+            self.probe = probe_name(said[0].rank, said[0].incarnation) if said[0].device else ""
+            self.say(f"servers on {', '.join(devices)}, where the models are (--servers-on cpu has them on the CPU)")
+
+    def _why_not(self, said: list[wire.Describe]) -> str:
+        on_device = [each for each in said if each.device or each.problem]
+        if not on_device:
+            return ""
+        for each in said:
+            if each.problem:
+                return f"the memory of worker {each.rank}'s device cannot be shared: {each.problem}"
+        if self.obstacle:
+            return self.obstacle
+        elsewhere = [each.rank for each in said if not each.device]
+        if elsewhere and self.wanted == "auto":
+            return f"the model of worker {elsewhere[0]} is not on one GPU"
+        return ""
+
+    def device_for(self, shard: int) -> str:
+        """Returns the device of this server; "" if it steps on the CPU."""
+        return self.devices[shard % len(self.devices)] if self.devices else ""
+
+    def take_problem(self, shard: int, problem: str) -> None:
+        """A server says that it steps on the CPU, and why."""
+        self.say(f"server {shard} on the CPU: {problem}")
