@@ -57,7 +57,8 @@ def test_it_steps_as_piece_by_piece(text: str, ranges, monkeypatch) -> None:
         absent = [frozenset({1})] if number == 2 else [frozenset()] * len(gradients)
         pieces = [optimizer.cut_from(each) for each in gradients]
         kept = [each.clone() for each in gradients]
-        optimizer.apply(pieces, 1.0 if number % 2 else 1 / 3, absent, [optimizer.cut_from(target)])
+        shares = (0.25, 0.75) if number == 3 else ()
+        optimizer.apply(pieces, 1.0 if number % 2 else 1 / 3, absent, [optimizer.cut_from(target)], shares=shares)
         assert number == 1 or isinstance(optimizer, ShardOptimizer) or all(map(torch.equal, gradients, kept))
         written = torch.cat([target[start:stop] for start, stop in ranges])
         assert torch.equal(written, optimizer.values), "the targets have the new values"

@@ -140,27 +140,28 @@ class DeviceOptimizer:
         targets: Sequence[Sequence[Tensor]] = (),
         spoil: bool = False,
         norm: float | None = None,
+        shares: Sequence[float] = (),
     ) -> None:
         """One step on the mean of `gradients` at `weight` times the learning rate, as `ShardOptimizer.apply`."""
         if not self.pieces:
             return
-        clip = self.clip_factor(gradients, norm)
+        clip = self.clip_factor(gradients, norm, shares)
         self.step_schedule.advance(len(gradients))
         missing = frozenset[int]().union(*absent).intersection(*absent) if any(absent) else frozenset()
         if missing and self.by_run:
             self._split()
-        mean = self._scaled(gradients, clip / len(gradients))
+        mean = self._mean(gradients, shares, clip)
         before = self.values.clone() if self.kind.blended and weight != 1 else None
-        shares = {
+        factors = {
             group: set_group(told, self.hyper[group], self.kind, weight, self.step_schedule)
             for group, told in zip(self.groups, self.optimizer.param_groups, strict=True)
         }
         for tensor, gradient, unit in zip(self.tensors, mean.runs if self.by_run else mean, self.units, strict=True):
-            share = shares[unit.group]
+            factor = factors[unit.group]
             if unit.entry in missing:
                 tensor.grad = None
             else:
-                tensor.grad = (gradient if share == 1 else gradient * share).view(tensor.shape)
+                tensor.grad = (gradient if factor == 1 else gradient * factor).view(tensor.shape)
         self.optimizer.step()
         if before is not None:
             self.values.copy_(before.lerp_(self.values, weight))
@@ -175,16 +176,21 @@ class DeviceOptimizer:
         old = self.cut(average.values)
         torch._foreach_lerp_([old[index] for index in stepped], [self.cuts[index] for index in stepped], share)
 
-    def _scaled(self, gradients: Sequence[Sequence[Tensor]], factor: float) -> SlicedGradient:
-        """Returns the sum of the gradients times `factor`; one alone that lies in one vector as it is, if that is 1."""
+    def _mean(self, gradients: Sequence[Sequence[Tensor]], shares: Sequence[float], factor: float) -> SlicedGradient:
+        """Returns the mean of the gradients times `factor`; one alone that lies in one vector as it is, if that is
+        1."""
         first, *others = gradients
         if not others and factor == 1 and isinstance(first, SlicedGradient):
             return first
-        torch._foreach_copy_(list(self.scratch), list(first))
-        for other in others:
-            torch._foreach_add_(list(self.scratch), list(other))
-        if factor != 1:
-            torch._foreach_mul_(self.scratch.runs, factor)
+        sums = list(self.scratch)
+        torch._foreach_copy_(sums, list(first))
+        if shares:
+            torch._foreach_mul_(sums, shares[0])
+        for number, other in enumerate(others, 1):
+            torch._foreach_add_(sums, list(other), alpha=shares[number] if shares else 1)
+        scale = factor if shares else factor / len(gradients)
+        if scale != 1:
+            torch._foreach_mul_(sums, scale)
         return self.scratch
 
     def apply_each(
@@ -194,19 +200,21 @@ class DeviceOptimizer:
         for gradient, weight in zip(gradients, weights, strict=True):
             self.apply([gradient], weight, targets=[gradient])
 
-    def measure(self, gradients: Sequence[Sequence[Tensor]]) -> float:
+    def measure(self, gradients: Sequence[Sequence[Tensor]], shares: Sequence[float] = ()) -> float:
         """Returns the squared norm of the mean of `gradients`, which are only read."""
         if not self.pieces:
             return 0.0
-        norms = torch.stack(torch._foreach_norm(self._scaled(gradients, 1 / len(gradients)).runs))
+        norms = torch.stack(torch._foreach_norm(self._mean(gradients, shares, 1.0).runs))
         return float(norms.double().square().sum())
 
-    def clip_factor(self, gradients: Sequence[Sequence[Tensor]], norm: float | None) -> float:
+    def clip_factor(
+        self, gradients: Sequence[Sequence[Tensor]], norm: float | None, shares: Sequence[float] = ()
+    ) -> float:
         """Returns what the mean of `gradients` is multiplied by, as in torch.nn.utils.clip_grad_norm_."""
         if self.clip_mean is None:
             return 1.0
         if norm is None:
-            norm = math.sqrt(self.measure(gradients))
+            norm = math.sqrt(self.measure(gradients, shares))
         return min(1.0, self.clip_mean / (norm + 1e-6))
 
     # Its state, on the CPU.
