@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol.configuration import ModelDevice, ServerDevice
 from paceline.runtime.live.trainer.device_report import probe_name
 
 
@@ -29,7 +30,7 @@ class ServerPlacement:
         if self.wanted == "cpu":
             return
         said = [self.described[process] for process in sorted(live) if process in self.described]
-        devices = tuple(dict.fromkeys(each.device for each in said if each.device))
+        devices = tuple(dict.fromkeys(each.model_on.name for each in said if each.model_on.name))
         why = self._why_not(said)
         if not devices and not why:
             if self.wanted == "gpu":
@@ -38,26 +39,28 @@ class ServerPlacement:
             self.say(f"servers on the CPU: {why}")
         else:
             self.devices = devices
-            self.probe = probe_name(said[0].rank, said[0].incarnation) if said[0].device else ""
+            self.probe = probe_name(said[0].rank, said[0].incarnation) if said[0].model_on.name else ""
             self.say(f"servers on {', '.join(devices)}, where the models are (--servers-on cpu has them on the CPU)")
 
     def _why_not(self, said: list[wire.Describe]) -> str:
-        on_device = [each for each in said if each.device or each.problem]
+        on_device = [each for each in said if each.model_on != ModelDevice()]
         if not on_device:
             return ""
         for each in said:
-            if each.problem:
-                return f"the memory of worker {each.rank}'s device cannot be shared: {each.problem}"
+            if problem := each.model_on.problem:
+                return f"the memory of worker {each.rank}'s device cannot be shared: {problem}"
         if self.obstacle:
             return self.obstacle
-        elsewhere = [each.rank for each in said if not each.device]
+        elsewhere = [each.rank for each in said if not each.model_on.name]
         if elsewhere and self.wanted == "auto":
             return f"the model of worker {elsewhere[0]} is not on one GPU"
         return ""
 
-    def device_for(self, shard: int) -> str:
-        """Returns the device of this server; "" if it steps on the CPU."""
-        return self.devices[shard % len(self.devices)] if self.devices else ""
+    def device_for(self, shard: int, begun: bool) -> ServerDevice:
+        """Returns what this server is told of its device. Probes are there until the run has begun."""
+        if not self.devices:
+            return ServerDevice()
+        return ServerDevice(self.devices[shard % len(self.devices)], "" if begun else self.probe)
 
     def take_problem(self, shard: int, problem: str) -> None:
         """A server says that it steps on the CPU, and why."""

@@ -56,8 +56,7 @@ class ServerStartup:
             str(model.policy), model.layout, self.servers.assignment, optimizer,
             self.state.epoch_s if self.state.begun else None,
             str(path) if path is not None else None, self.resizing.reslice_for(shard), every,
-            self.durability.order_for(shard), self.placement.device_for(shard),
-            "" if self.state.begun else self.placement.probe,
+            self.durability.order_for(shard), self.placement.device_for(shard, self.state.begun),
         )  # fmt: skip
         self.servers.tell(shard, configure)
 

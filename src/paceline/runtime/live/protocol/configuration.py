@@ -27,6 +27,24 @@ class Endpoint(Struct, frozen=True):
     """Whether workers read its parameters where it steps them: the segment `shared_memory.COMMON`."""
 
 
+class ModelDevice(Struct, frozen=True):
+    """What a worker says of the device that its model is on."""
+
+    name: str = ""
+    """The device, if it holds the whole model and its memory can be shared; "" on the CPU, and if there is a problem."""
+    problem: str = ""
+    """Why the memory of the device cannot be shared."""
+
+
+class ServerDevice(Struct, frozen=True):
+    """What a server is told of the device that it is to step on."""
+
+    name: str = ""
+    """The device, if it can be used; "" for the CPU."""
+    probe: str = ""
+    """A file of the run's folder that leads to a segment of the device, made by a worker: whether it can be mapped."""
+
+
 class MultihostOptions(Struct, frozen=True):
     """How the processes of a run on several hosts listen, and what they send."""
 

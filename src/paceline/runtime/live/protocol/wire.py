@@ -24,7 +24,7 @@ from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull
 from paceline.core.sample_dispatch import GrantLease, LeaseAcknowledged, LeaseRequested, LeaseReturned, SkipEpoch
 from paceline.core.topology import Topology
 from paceline.runtime.live.protocol import resizing_messages, script_calls
-from paceline.runtime.live.protocol.configuration import Endpoint
+from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
 from paceline.tensors.layout import Layout
@@ -45,9 +45,7 @@ class Describe(Struct, frozen=True, tag=True):
     """The second names of tied weights."""
     endpoint: Endpoint | None = None
     """Where a peer can be reached, in a run on several hosts."""
-    device: str = ""
-    """The device that holds the model, if its memory can be shared: "" on the CPU, and where `problem` says why not."""
-    problem: str = ""
+    model_on: ModelDevice = ModelDevice()
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -172,10 +170,7 @@ class Configure(Struct, frozen=True, tag=True):
     """The number of updates after which to send `Due`."""
     journal: Journalled | None = None
     """Set if the server is durable."""
-    device: str = ""
-    """The device to step on, if it can; "" for the CPU."""
-    probe: str = ""
-    """The file of the run's folder with a segment of that device, made by a worker: whether it can be mapped."""
+    step_on: ServerDevice = ServerDevice()
 
 
 class StartClock(Struct, frozen=True, tag=True):
@@ -247,8 +242,7 @@ class Ready(Struct, frozen=True, tag=True):
     shard: int
     configured: bool
     endpoint: Endpoint
-    problem: str = ""
-    """Why it steps on the CPU, if it was to step on a device."""
+    problem: str = ""  # why it steps on the CPU, if it was to step on a device
 
 
 class Enrol(Struct, frozen=True, tag=True):

@@ -38,12 +38,12 @@ VECTORS = 5
 
 def find_device(order: wire.Configure, folder: Path, shard: int, workers: int) -> tuple[MemoryDevice | None, str]:
     """Returns the device that this server is to step on, or None and why it cannot. One that is restarted must."""
-    if not order.device:
+    if not order.step_on.name:
         return None, ""
     try:
-        device = device_segments.device_named(order.device)
-        if order.probe:
-            device_segments.check_probe(folder / order.probe)
+        device = device_segments.device_named(order.step_on.name)
+        if order.step_on.probe:
+            device_segments.check_probe(folder / order.step_on.probe)
         _check_room(device, order.layout, size(order.assignment[shard]), workers)
     except (PacelineError, OSError, RuntimeError) as problem:
         if order.epoch_s is not None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from paceline.core.policy import Policy
 from paceline.errors import PacelineError, printable
 from paceline.runtime.live.protocol import wire
-from paceline.runtime.live.protocol.configuration import Endpoint
+from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice
 from paceline.runtime.live.storage import shared_memory
 from paceline.runtime.live.system.training_end import Stopped
 from paceline.runtime.live.trainer.device_report import DeviceReport
@@ -48,8 +48,7 @@ def introduce(
         str(policy) if policy is not None else None,
         model.aliases,
         endpoint,
-        report.name,
-        report.problem,
+        ModelDevice(report.name, report.problem),
     )
     run.send(described)
     begin = await_begin(run)
