@@ -31,7 +31,7 @@ class ModelDevice(Struct, frozen=True):
     """What a worker says of the device that its model is on."""
 
     name: str = ""
-    """The device, if it holds the whole model and its memory can be shared; "" on the CPU, and if there is a problem."""
+    """The device, if it holds the whole model and its memory can be shared."""
     problem: str = ""
     """Why the memory of the device cannot be shared."""
 

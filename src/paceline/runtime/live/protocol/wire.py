@@ -7,11 +7,8 @@ server -> driver     Ready, Status, Due, Saved, Undurable, Finished; Ask, for th
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch; from other hosts Staged, Commit
 server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters (`coded_messages.py`)
 Between hosts these are in an `Envelope` (`protocol/envelope.py`), with gradients and parameters as frames behind it.
-
-`resizing_messages.py` and `script_calls.py` list their messages.
-
 Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
-core's messages.
+core's messages. `resizing_messages.py` and `script_calls.py` list their messages.
 """
 
 from __future__ import annotations
