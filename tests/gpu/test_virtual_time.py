@@ -9,7 +9,7 @@ from torch import nn
 from paceline import cli, simulate, workloads
 from paceline.runtime.virtual.cuda_graphs import LANES, Replayed
 from paceline.runtime.virtual.gradients import Batched, Gradients, OneByOne, Way, ways_to_compute
-from paceline.tensors.devices import exact
+from paceline.tensors.devices import deterministic
 from paceline.tensors.layout import Layout, flatten, layout_of
 from paceline.workloads.base import Workload
 
@@ -161,7 +161,7 @@ def test_the_command_runs_on_the_gpu_and_settings_are_as_before(capsys) -> None:
 
 
 def test_an_operation_without_a_deterministic_form_is_named() -> None:
-    with exact(GPU) as met:
+    with deterministic(GPU) as met:
         torch.zeros(4, device=GPU).put_(torch.tensor([0, 0], device=GPU), torch.ones(2, device=GPU), accumulate=False)
         torch.histc(torch.rand(100, device=GPU), 10)
     assert any("histc" in name for name in met)

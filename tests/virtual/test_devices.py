@@ -14,7 +14,7 @@ from paceline.reproductions import CATALOGUE, find
 from paceline.runtime.virtual import cuda_graphs
 from paceline.runtime.virtual.cuda_graphs import Lane, Replayed
 from paceline.runtime.virtual.gradients import Gradients, OneByOne, ways_to_compute
-from paceline.tensors.devices import CPU, check_device, exact
+from paceline.tensors.devices import CPU, check_device, deterministic
 from paceline.tensors.layout import flatten, layout_of
 from paceline.tensors.optimizers import parse
 from paceline.tensors.shard_optimizer import ShardOptimizer
@@ -92,8 +92,16 @@ def test_windows_of_a_text_share_memory_after_they_have_moved() -> None:
     assert workload.test[1].device.type == "meta"
 
 
+def test_a_loss_that_is_a_module_moves_as_a_copy() -> None:
+    data = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    workload = Workload("own", lambda: nn.Linear(3, 2), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), data, data)
+    for device in (torch.device("meta"), CPU):
+        assert workload.on(device).loss.weight.device == device
+    assert workload.loss.weight.tolist() == [1.0, 2.0]
+
+
 def test_on_the_cpu_no_setting_of_torch_is_touched() -> None:
-    with exact(CPU) as met:
+    with deterministic(CPU) as met:
         assert not torch.are_deterministic_algorithms_enabled()
     assert met == set()
 

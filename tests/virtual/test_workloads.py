@@ -15,7 +15,7 @@ from paceline import cli, simulate, workloads
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.virtual.gradients import Batched, Gradients, OneByOne
 from paceline.tensors.layout import flatten, layout_of
-from paceline.workloads import digits
+from paceline.workloads import digits, factorization
 from paceline.workloads.base import Workload
 
 LEARNS = {"digits-mlp": 0.85, "digits-cnn": 0.9, "svm": 0.7}
@@ -153,10 +153,11 @@ def test_fashion_reads_idx_files_and_trains(monkeypatch, tmp_path, suffix: str, 
     assert run.history[-1].loss != run.history[0].loss
 
 
-def test_fashion_without_data_says_what_to_install(monkeypatch, tmp_path, capsys) -> None:
+@pytest.mark.parametrize("name", ["fashion-cnn", "fashion-resnet20", "fashion-vgg:connected=64"])
+def test_fashion_without_data_says_what_to_install(monkeypatch, tmp_path, capsys, name: str) -> None:
     monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
     monkeypatch.setattr("paceline.workloads.data_files.SYSTEM", tmp_path / "nowhere")
-    assert cli.run(["simulate", "--workload", "fashion-cnn"]) == 2
+    assert cli.run(["simulate", "--workload", name]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "apt-get install dataset-fashion-mnist" in err
@@ -174,6 +175,54 @@ def test_fashion_files_that_are_cut_short_or_do_not_belong_together(monkeypatch,
     write_idx(labels, np.zeros(3, np.uint8))
     with pytest.raises(ConfigError, match="do not belong together"):
         workloads.load("fashion-cnn")
+
+
+def test_synthetic_images_need_no_files_and_can_be_told_apart(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr("paceline.workloads.data_files.SYSTEM", tmp_path / "nowhere")
+    line = "simulate --workload fashion-cnn:data=synthetic --workers 2 --iterations 60"
+    assert cli.run(line.split()) == 0
+    assert "data: 10000 synthetic images" in capsys.readouterr().out
+    workload = workloads.load("fashion-cnn:data=synthetic")
+    images, labels = workload.train
+    assert images.shape == (10_000, 1, 28, 28)
+    assert 0 <= images.min() < images.max() <= 1
+    assert torch.equal(images, workloads.load("fashion-vgg:data=synthetic").train[0]), "the same each time"
+    assert sorted(labels.unique().tolist()) == list(range(10))
+    assert simulate(workload, workers=2, iterations=60).history[-1].accuracy > 0.9
+    with pytest.raises(ConfigError, match="fashion-cnn:data=mine is not one of fashion-mnist, synthetic"):
+        workloads.load("fashion-cnn:data=mine")
+
+
+def test_the_networks_are_what_their_names_say() -> None:
+    def weights(name: str) -> list[int]:
+        module = workloads.load(name).module(0)
+        assert not list(module.buffers()), "nothing that vmap could not batch"
+        return [parameter.numel() for parameter in module.parameters() if parameter.dim() > 1]
+
+    resnet = workloads.load("fashion-resnet20:data=synthetic").module(0)
+    deep = [each for each in resnet.modules() if isinstance(each, nn.Conv2d) and each.kernel_size == (3, 3)]
+    assert len(deep) + 1 == 20, "with the last layer"
+    assert 265_000 < sum(weights("fashion-resnet20:data=synthetic")) < 275_000
+    assert sum(weights("fashion-resnet20:data=synthetic,width=8")) < 70_000
+    assert sum(weights("fashion-vgg:data=synthetic")) > 2_500_000
+    narrow = workloads.load("fashion-vgg:data=synthetic,connected=64").module(0)
+    assert [each.out_features for each in narrow.modules() if isinstance(each, nn.Linear)] == [64, 64, 10]
+    with pytest.raises(ConfigError, match="width=12 is not a multiple of 8"):
+        workloads.load("fashion-resnet20:width=12")
+
+
+def test_synthetic_ratings_have_movielens_sizes(monkeypatch) -> None:
+    workload = workloads.load("matrix-factorization:data=100k,rank=4")
+    pairs = torch.cat([workload.train[0], workload.test[0]])
+    assert workload.data == "100000 synthetic low-rank ratings"
+    assert len(pairs) == len(pairs.unique(dim=0)) == 100_000
+    assert [int(number) for number in pairs.amax(0)] == [942, 1681]
+    assert workload.module(0).film.weight.shape == (1682, 4)
+    monkeypatch.setattr(factorization, "LISTED", 50)
+    drawn = factorization.draw_without_repetition(300, 200, torch.Generator().manual_seed(0))
+    assert len(drawn) == len(drawn.unique()) == 200
+    assert drawn.max() < 300
+    assert not torch.equal(drawn, drawn.sort().values)
 
 
 # Gradients: batched or not, they are the same.
@@ -202,6 +251,12 @@ def test_batched_gradients_are_those_of_the_plain_loop(name: str) -> None:
     plain = gradients_of(workload, 3, OneByOne)
     assert torch.allclose(gradients_of(workload, 3, Batched), plain, atol=1e-12)
     assert torch.allclose(gradients_of(workload, 3, Batched, times=31), plain, atol=1e-12), "traced"
+
+
+@pytest.mark.parametrize("name", ["fashion-resnet20:data=synthetic,width=8", "fashion-vgg:data=synthetic,connected=16"])
+def test_batched_gradients_of_deep_networks_are_those_of_the_plain_loop(name: str) -> None:
+    workload = workloads.load(name)
+    assert torch.allclose(gradients_of(workload, 2, Batched), gradients_of(workload, 2, OneByOne), atol=1e-12)
 
 
 class Normed(nn.Module):

@@ -37,8 +37,8 @@ def check_device(name: str) -> torch.device:
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[set[str]]:
-    """Has torch compute on a GPU, meanwhile, with all bits of a float, by algorithms that give the same each time.
+def deterministic(device: torch.device) -> Iterator[set[str]]:
+    """Has torch compute on a GPU, meanwhile, by algorithms that give the same bits each time.
 
     It yields the names of the operations met so far that have no such algorithm. On the CPU nothing is changed.
     """
@@ -49,7 +49,6 @@ def exact(device: torch.device) -> Iterator[set[str]]:
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
     settings: Any = torch.utils.deterministic
     fills, benchmark = settings.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    tf32 = torch.backends.cudnn.allow_tf32
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     show = warnings.showwarning
 
@@ -67,10 +66,8 @@ def exact(device: torch.device) -> Iterator[set[str]]:
             torch.use_deterministic_algorithms(True, warn_only=True)
             settings.fill_uninitialized_memory = False  # nothing is read that was not written
             torch.backends.cudnn.benchmark = False
-            torch.backends.cudnn.allow_tf32 = False  # convolutions would round what they multiply to ten bits
             yield met
         finally:
             torch.use_deterministic_algorithms(before, warn_only=warns)
             settings.fill_uninitialized_memory = fills
             torch.backends.cudnn.benchmark = benchmark
-            torch.backends.cudnn.allow_tf32 = tf32

@@ -12,6 +12,7 @@ run's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ class Workload:
             return self.make_module().to(dtype)
 
     def on(self, device: torch.device) -> Workload:
-        """Returns the workload with its data in the memory of this device."""
+        """Returns the workload with its data in the memory of this device, and what its loss holds, if that is a
+        module."""
         if device.type == "cpu":
             return self
         train, test = ((moved(x, device), moved(y, device)) for x, y in (self.train, self.test))
-        return replace(self, train=train, test=test)
+        loss = deepcopy(self.loss).to(device) if isinstance(self.loss, nn.Module) else self.loss
+        return replace(self, train=train, test=test, loss=loss)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Returns the loss on the test set, and the accuracy where there are classes."""

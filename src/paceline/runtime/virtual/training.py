@@ -13,7 +13,7 @@ from paceline.runtime.virtual.peers import PeerSimulation
 from paceline.runtime.virtual.simulation import Simulation
 from paceline.runtime.virtual.tensor_backends import PeerTensors, ServerTensors, TensorBackend, Training, Watcher
 from paceline.runtime.virtual.world import SimulationPlan
-from paceline.tensors.devices import exact
+from paceline.tensors.devices import deterministic
 
 LOG = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def run_on(backend: TensorBackend, plan: SimulationPlan) -> Run:
     """Simulates a run with this backend, which must be new."""
     engine, training, layout = backend.engine, backend.training, backend.layout
     simulation = (PeerSimulation if isinstance(backend, PeerTensors) else Simulation)(plan, backend, engine)
-    with exact(training.device) as uncertain:
+    with deterministic(training.device) as uncertain:
         backend.evaluate()
         simulation.run()
         if backend.history[-1].time_s < engine.now and backend.reached_s is None:
