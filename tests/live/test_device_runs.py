@@ -49,7 +49,10 @@ def training(optimizer: str = "AdamW", at: Callable[[int, int], None] = lambda r
         model = model_of(rank)
         opt = paceline.Optimizer(getattr(torch.optim, optimizer)(model.parameters(), lr=0.01), model=model)
         live = session.world().live
-        on_device = isinstance(getattr(live, "memory", None), SharedDeviceMemory)
+        if live.steps_here:
+            on_device = live.neighbours.slot_pool.device is not None
+        else:
+            on_device = isinstance(live.memory, SharedDeviceMemory)
         while opt.global_step < STEPS:
             step = opt.global_step
             at(rank, step)
@@ -147,6 +150,29 @@ def test_models_on_the_cpu_beside_servers_on_the_device(monkeypatch: pytest.Monk
     assert on_device(mixed) == {0.0, 1.0}
     for name, value in here.parameters.items():
         torch.testing.assert_close(mixed.parameters[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["parallel", "serial"])
+def test_peers_on_the_device_are_peers_on_the_cpu(order: str) -> None:
+    policy = f"hop:graph=complete,order={order}"
+    there, said = run_of(training(), policy, 3, 0)
+    here, _ = run_of(training(), policy, 3, 0, servers_on="cpu")
+    assert (on_device(there), on_device(here)) == ({1.0}, {0.0})
+    assert any("peers on standin:0" in line for line in said), said
+    for name, value in here.parameters.items():
+        torch.testing.assert_close(there.parameters[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", ["adpsgd:graph=complete", "hop:graph=ring"])
+def test_peers_that_answer_meanwhile_or_lose_one_come_to_their_end(policy: str) -> None:
+    def kill(rank: int, step: int) -> None:
+        if policy.startswith("hop") and rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run, _ = run_of(training(at=kill), policy, 4, 0)
+    assert on_device(run) == {1.0}
+    assert len(run.history) == (3 if policy.startswith("hop") else 4)
+    assert all(value.isfinite().all() for value in run.parameters.values())
 
 
 def refuse(*given: object) -> None:

@@ -106,7 +106,7 @@ def work(setting: Setting) -> None:
     device = place_of(rank)
     torch.manual_seed(0)
     model = Transformer(setting.shape).to(device)
-    opt = Optimizer(make_optimizer(setting.optimizer, model), model=model)
+    opt = Optimizer(make_optimizer(setting.optimizer, model, fused=device.type == "cuda" or None), model=model)
 
     def fill() -> None:
         """Has every parameter have a gradient, without the memory of a forward."""

@@ -145,6 +145,19 @@ def optimize(
         target.copy_(values)
 
 
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether all numbers of all tensors are finite. Each device is asked, and waited for, once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_cpu:
+            if not is_finite(tensor):
+                return False
+        elif tensor.numel():
+            found.setdefault(tensor.device, []).append(tensor)
+    largest = (torch.stack(torch._foreach_norm(each, math.inf)) for each in found.values())
+    return all(bool(norms.isfinite().all()) for norms in largest)
+
+
 def sum_into(pieces: Sequence[Tensor], where: Tensor) -> Tensor:
     """Returns the sum of several pieces, made at the beginning of `where`; a single piece is returned as it is."""
     if len(pieces) == 1:

@@ -77,6 +77,7 @@ class ModelSetup:
             self.checkpointer.check_layout(lead.layout)
         if isinstance(policy, PeerPolicy):
             self.peer_setup.prepare(policy)
+            self.placement.choose_for_peers(self.admission.workers.processes(), self.peer_setup.folder)
         else:
             self.coordinators.start(model, self.plan.members)
             self.placement.choose(self.admission.workers.processes())

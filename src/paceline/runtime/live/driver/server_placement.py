@@ -1,13 +1,14 @@
-"""Where servers have the parameters: on the GPUs where the models are, or on the CPU; and why, in one line."""
+"""Where servers, or peers, have the parameters: on the GPUs where the models are, or on the CPU; why, in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import ModelDevice, ServerDevice
-from paceline.runtime.live.trainer.device_report import probe_name
+from paceline.runtime.live.trainer.device_report import PEERS_ON_DEVICES, probe_name
 
 
 @dataclass(eq=False)
@@ -25,24 +26,31 @@ class ServerPlacement:
     probe: str = ""
     """The file with worker 0's probe."""
 
-    def choose(self, live: Iterable[tuple[int, int]]) -> None:
+    def choose_for_peers(self, live: Iterable[tuple[int, int]], folder: Path) -> None:
+        """Chooses for peers, which all have theirs on devices or none, and leaves word in the run's folder."""
+        self.choose(live, "peers")
+        if self.devices:
+            (folder / PEERS_ON_DEVICES).touch(0o600)
+
+    def choose(self, live: Iterable[tuple[int, int]], who: str = "servers") -> None:
         """Chooses, from what these workers have said."""
         if self.wanted == "cpu":
             return
         said = [self.described[process] for process in sorted(live) if process in self.described]
         devices = tuple(dict.fromkeys(each.model_on.name for each in said if each.model_on.name))
-        why = self._why_not(said)
+        why = self._why_not(said, mixed=self.wanted == "gpu" and who == "servers")
         if not devices and not why:
             if self.wanted == "gpu":
-                self.say("servers on the CPU: no model is on a GPU")
+                self.say(f"{who} on the CPU: no model is on a GPU")
         elif why:
-            self.say(f"servers on the CPU: {why}")
+            self.say(f"{who} on the CPU: {why}")
         else:
             self.devices = devices
             self.probe = probe_name(said[0].rank, said[0].incarnation) if said[0].model_on.name else ""
-            self.say(f"servers on {', '.join(devices)}, where the models are (--servers-on cpu has them on the CPU)")
+            self.say(f"{who} on {', '.join(devices)}, where the models are (--servers-on cpu has them on the CPU)")
 
-    def _why_not(self, said: list[wire.Describe]) -> str:
+    def _why_not(self, said: list[wire.Describe], mixed: bool) -> str:
+        """Returns why the devices are not used; `mixed`: some models may be elsewhere."""
         on_device = [each for each in said if each.model_on != ModelDevice()]
         if not on_device:
             return ""
@@ -52,7 +60,7 @@ class ServerPlacement:
         if self.obstacle:
             return self.obstacle
         elsewhere = [each.rank for each in said if not each.model_on.name]
-        if elsewhere and self.wanted == "auto":
+        if elsewhere and not mixed:
             return f"the model of worker {elsewhere[0]} is not on one GPU"
         return ""
 

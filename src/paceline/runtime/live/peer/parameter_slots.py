@@ -8,6 +8,8 @@ A slot is a file of its own in the run's folder: the vector, and behind it a wor
 used the parameters, or will not use them, writes their serial number into its word, and whoever is no longer a member
 reads nothing. So a slot becomes free without a message, and nobody ever waits for one: if all are in use one more is
 made. With tokens a reader is at most max_gap iterations behind, so there are few (docs/decisions/0018).
+If all models are on GPUs the vectors are segments there (`storage/device_segments.py`), and the file has the words
+alone.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from paceline.core.messages import Handle
 from paceline.runtime.live.messaging.senders import Process
-from paceline.runtime.live.storage import shared_memory
+from paceline.runtime.live.storage import device_segments, shared_memory
+from paceline.runtime.live.storage.device_segments import DeviceSegments, MemoryDevice
 from paceline.tensors.layout import CACHE_LINE_BYTES, Layout
 
 PART = 1 << 20
@@ -55,14 +59,22 @@ def remove(folder: Path, rank: int, incarnation: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def values_path(path: Path) -> Path:
+    """Returns the path of the segment of a device with a slot's vector."""
+    return path.with_name(f"{path.name}-values")
+
+
 class Slot:
     """A vector, and a word for each reader."""
 
-    def __init__(self, buffer: mmap.mmap, layout: Layout, readers: int) -> None:
-        self.values = torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)
+    def __init__(self, buffer: mmap.mmap, layout: Layout, readers: int, values: Tensor | None = None) -> None:
+        """The buffer has the vector and the words, or the words alone, behind the `values` of a device."""
+        begin = 0 if values is not None else words_offset(layout)
+        if values is None:
+            values = torch.frombuffer(buffer, dtype=layout.torch_dtype, count=layout.numel)
+        self.values = values
         self.views = layout.views(self.values)
-        self.parts = self.values.split(PART)
-        begin = words_offset(layout)
+        self.parts = self.values.split(PART) if begin else (self.values,)
         self.released = memoryview(buffer)[begin : begin + WORD_BYTES * readers].cast("q")
         """By rank: the serial number of the last parameters in this slot that this reader has released."""
 
@@ -80,6 +92,10 @@ def slot_bytes(layout: Layout, readers: int) -> int:
 
 class SlotPool:
     """The slots that one peer owns and sends its parameters from."""
+
+    segments: DeviceSegments
+    device: MemoryDevice | None = None
+    """The device of the vectors; None in shared memory."""
 
     def __init__(self, folder: Path, owner: Process, layout: Layout, readers: int) -> None:
         self.folder = folder
@@ -101,13 +117,17 @@ class SlotPool:
                 break
         else:
             number = len(self.slots)
-            buffer = shared_memory.reserve(
-                slot_path(self.folder, self.owner, number), slot_bytes(self.layout, self.readers)
-            )
-            self.slots.append(Slot(buffer, self.layout, self.readers))
+            self.slots.append(self._make(slot_path(self.folder, self.owner, number)))
             self.published.append((UNPUBLISHED, []))
         self.publish(number, UNPUBLISHED)
         return number
+
+    def _make(self, path: Path) -> Slot:
+        if self.device is None:
+            buffer = shared_memory.reserve(path, slot_bytes(self.layout, self.readers))
+            return Slot(buffer, self.layout, self.readers)
+        values = self.segments.create(values_path(path), self.layout, self.device)
+        return Slot(shared_memory.reserve(path, WORD_BYTES * self.readers), self.layout, self.readers, values)
 
     def publish(self, number: int, serial: int) -> None:
         """Gives the parameters in a slot a serial number; nobody reads them yet."""
@@ -154,16 +174,20 @@ class Inbox:
         slot = self.mapped.get(key)
         if slot is None:
             try:
-                descriptor = os.open(slot_path(self._folder_of(key[0]), *key), os.O_RDWR)
+                slot = self.mapped[key] = self._map(slot_path(self._folder_of(key[0]), *key))
             except FileNotFoundError:
                 return False
-            try:
-                buffer = mmap.mmap(descriptor, slot_bytes(self.layout, self.readers))
-            finally:
-                os.close(descriptor)
-            slot = self.mapped[key] = Slot(buffer, self.layout, self.readers)
         self.held[handle] = slot
         return True
+
+    def _map(self, path: Path) -> Slot:
+        there = values_path(path)
+        values = device_segments.attach(there, self.layout) if there.exists() else None
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return Slot(mmap.mmap(descriptor, 0), self.layout, self.readers, values)
+        finally:
+            os.close(descriptor)
 
     def _folder_of(self, sender: Process) -> Path:
         link = folder_link(self.folder, *sender)

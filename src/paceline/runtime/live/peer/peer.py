@@ -39,7 +39,7 @@ from paceline.runtime.live.trainer.model_description import ModelDescription
 from paceline.runtime.live.trainer.participation import Participation
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.step_checks import check_process, check_tensors
-from paceline.tensors.fused_kernels import is_finite
+from paceline.tensors.fused_kernels import are_finite
 from paceline.tensors.piece_optimizers import Hyper
 
 STATUS_S = 0.5
@@ -122,7 +122,7 @@ class LivePeer:
             raise PacelineError("adpsgd averages two peers in equal parts: step(weight=...) is not for it")
         because = "parameters are read by other peers at any time"
         check_tensors(self.layout, gradients, self.parameters.first_changed(), because)
-        finite = all(is_finite(gradient) for gradient in gradients if gradient is not None)
+        finite = are_finite([gradient for gradient in gradients if gradient is not None])
         refusal = "" if finite else "the gradient is not finite"
         if refusal:
             self.run.send(wire.Rejected(self.run.rank, self.iteration, refusal))

@@ -1,6 +1,7 @@
 """A peer's parameters: which slot they are in, what the model's tensors show, and how they are averaged and stepped.
 
-On the CPU the model's tensors are views of a slot (`peer/parameter_slots.py`); on a GPU they are copied from and to it.
+The model's tensors are views of a slot (`peer/parameter_slots.py`), unless they are on a GPU and the slots in shared
+memory: then they are copied from and to it.
 Under AD-PSGD a peer averages while its script computes. The model then keeps the slot that it had when the computation
 began, and nobody writes to that one; averages go to other slots, and the model gets the newest with the next step
 (docs/decisions/0031).
@@ -23,7 +24,8 @@ class PeerParameters:
     def __init__(self, tensors: Sequence[Tensor], slot_pool: SlotPool) -> None:
         self.tensors = tensors
         self.slot_pool = slot_pool
-        self.in_place = all(tensor.device.type == "cpu" for tensor in tensors)
+        here = slot_pool.device.place if slot_pool.device is not None else torch.device("cpu")
+        self.in_place = all(tensor.device == here for tensor in tensors)
         """Whether the model's tensors are views of a slot."""
         self.current = True
         """Whether the slot holds what the model does."""
@@ -58,6 +60,7 @@ class PeerParameters:
         """The script gets the model. With `averages_meanwhile` the model stays as it is until `end_computation`."""
         if averages_meanwhile:
             self.fetch()
+            self.settle()
             self.computing = True
             self.slot_pool.computed_on = self.loaded if self.in_place else None
         self.versions = [tensor._version for tensor in self.tensors]
@@ -97,7 +100,13 @@ class PeerParameters:
             if self.slot_pool.is_lent(self.number):
                 self.move()
             self.slot_pool.publish(self.number, serial)
+            self.settle()
         return self.number
+
+    def settle(self) -> None:
+        """Returns when the slot holds what it is to hold, and what it was made of is read: a device works by itself."""
+        if self.slot_pool.device is not None:
+            self.slot_pool.device.settle()
 
     def move(self) -> None:
         """Copies the parameters to a slot that nobody reads."""
@@ -133,6 +142,7 @@ class PeerParameters:
                 if share == 1.0:
                     part.copy_(parts[index])  # whatever was here before, NaN too, has no share in it
                 else:
-                    torch.lerp(mixed, parts[index], share, out=part)
+                    torch.lerp(mixed, parts[index].to(part.device), share, out=part)
                 mixed = part
+        self.settle()
         self.load()

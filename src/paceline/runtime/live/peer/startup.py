@@ -17,7 +17,7 @@ from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import LiveConfig
 from paceline.runtime.live.protocol.driver_texts import policy_of
 from paceline.runtime.live.storage import shared_memory
-from paceline.runtime.live.trainer.device_report import DeviceReport, probe_name
+from paceline.runtime.live.trainer.device_report import PEERS_ON_DEVICES, DeviceReport, probe_name
 from paceline.runtime.live.trainer.model_description import ModelDescription
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.startup import introduce
@@ -40,8 +40,13 @@ def begin_peer(
     """Returns a peer whose model holds the first parameters, and how the run begins, or goes on, with it."""
     refuse_options(model, overlap)
     neighbours = Neighbours(run.folder, (run.rank, run.incarnation), model.layout, run.config, run.waiter)
-    report = DeviceReport(model.tensors, run.folder / probe_name(run.rank, run.incarnation), wanted=False)
+    probe = run.folder / probe_name(run.rank, run.incarnation)
+    report = DeviceReport(model.tensors, probe, wanted=run.config.servers_on != "cpu")
     begin = introduce(run, model, policy, report, neighbours.endpoint)
+    if (run.folder / PEERS_ON_DEVICES).exists():
+        if report.device is None:
+            raise PacelineError(f"the peers of this run have their parameters on GPUs: {report.problem or 'not here'}")
+        neighbours.slot_pool.device, neighbours.slot_pool.segments = report.device, report.segments
     chosen = policy_of(begin.policy, run.config, policy)
     if not isinstance(chosen, PeerPolicy) or begin.graph is None:
         raise PacelineError(f"the driver names a policy for this peer that is none: {printable(begin.policy)}")

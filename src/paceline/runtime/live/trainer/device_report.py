@@ -11,6 +11,9 @@ from paceline.errors import PacelineError
 from paceline.runtime.live.storage import device_segments
 from paceline.runtime.live.storage.device_segments import DeviceSegments, MemoryDevice
 
+PEERS_ON_DEVICES = "on-devices"
+"""A file that exists if peers have their parameters in the memory of the devices where their models are."""
+
 
 def probe_name(rank: int, incarnation: int) -> str:
     """Returns the file of the run's folder with a segment by which servers find out whether they can map others."""
