@@ -29,14 +29,14 @@ demo: setup
 	@echo "reports: $(CURDIR)/demo/virtual.html and $(CURDIR)/demo/live.html"
 	@echo "next:    $(BIN)/paceline run --workers 3 --servers 2 --policy ssp:staleness=3 examples/digits.py"
 
-# Two at a time. One thread each: threads that wait for each other on taken cores spin.
+# Two at a time; whoever has none left takes tests of the other. One thread each: threads that wait for each other on taken cores spin.
 test: setup
 	$(BIN)/lint-imports --no-cache
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What takes longer and rarely breaks.
 test-ci: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "ci and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "ci and not long"
 
 # With those that take minutes: faults over several hosts, each policy over three, nodes lost under Ray and torchrun.
 test-all: test test-ci
