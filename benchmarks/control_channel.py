@@ -1,4 +1,4 @@
-"""Round trips of a small message between 4 clients and one server: Unix sockets as paceline uses them, and ZeroMQ.
+"""Round trips of a small message between 4 clients and one server: Unix sockets as paceline uses them.
 
     python benchmarks/control_channel.py [--clients 4] [--seconds 2]
 
@@ -13,9 +13,8 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-import zmq
 
 from paceline.runtime.live.messaging.unix_sockets import Link, Listener, Waiter
 
@@ -43,37 +42,6 @@ def unix_client(folder: Path, name: bytes) -> None:
         link.wait_for(1.0)
 
 
-def zmq_server(folder: Path, until: float) -> int:
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.RCVTIMEO, 100)
-    socket.bind(f"ipc://{folder}/zmq")
-    served = 0
-    while time.monotonic() < until:
-        try:
-            socket.send_multipart(socket.recv_multipart())
-            served += 1
-        except zmq.Again:
-            pass
-    context.destroy(linger=0)
-    return served
-
-
-def zmq_client(folder: Path, name: bytes) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, name)
-    socket.setsockopt(zmq.RCVTIMEO, 500)
-    socket.connect(f"ipc://{folder}/zmq")
-    while True:
-        socket.send(MESSAGE)
-        try:
-            socket.recv()
-        except zmq.Again:
-            context.destroy(linger=0)
-            return
-
-
 def fork(work: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
@@ -96,23 +64,21 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=2.0)
     options = parser.parse_args()
-    ways = {"Unix sockets": (unix_server, unix_client), "ZeroMQ ipc": (zmq_server, zmq_client)}
     for _ in range(3):
-        for name, (server, client) in ways.items():
-            with tempfile.TemporaryDirectory() as folder:
-                before = cpu_s()
+        with tempfile.TemporaryDirectory() as folder:
+            before = cpu_s()
 
-                def started(number: int, run: Callable[[Path, bytes], None] = client, where: str = folder) -> None:
-                    while not any(Path(where).iterdir()):
-                        time.sleep(0.01)
-                    run(Path(where), b"%d" % number)
+            def started(number: int, where: Path = Path(folder)) -> None:
+                while not any(where.iterdir()):
+                    time.sleep(0.01)
+                unix_client(where, b"%d" % number)
 
-                pids = [fork(lambda number=number, go=started: go(number)) for number in range(options.clients)]
-                served = server(Path(folder), time.monotonic() + options.seconds)
-                for pid in pids:
-                    os.waitpid(pid, 0)
-                cost = (cpu_s() - before) / served
-                print(f"{name}: {served / options.seconds:,.0f} round trips/s, {1e6 * cost:.0f} us of CPU each")
+            pids = [fork(partial(started, number)) for number in range(options.clients)]
+            served = unix_server(Path(folder), time.monotonic() + options.seconds)
+            for pid in pids:
+                os.waitpid(pid, 0)
+            cost = (cpu_s() - before) / served
+            print(f"{served / options.seconds:,.0f} round trips/s, {1e6 * cost:.0f} us of CPU each")
 
 
 if __name__ == "__main__":

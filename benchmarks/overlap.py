@@ -6,7 +6,7 @@
 
 Runs with and without are interleaved; medians are given. On the CPU the copying moves from `step` into backward,
 where the gradient is still in the cache; on a GPU it runs beside backward. Over TCP frames leave in backward too, by a
-thread of ZeroMQ's. The loopback itself is as fast as a core is free to encrypt and copy; with --link-mb-s the kernel
+thread of the link's. The loopback itself is as fast as a core is free to encrypt and copy; with --link-mb-s the kernel
 holds what a worker sends to so much (SO_MAX_PACING_RATE), as a network would. Answers come at full speed.
 """
 

@@ -56,7 +56,7 @@ def test_the_exchange_over_tcp(tmp_path, capsys) -> None:
     assert rows[2]["floor"] == pytest.approx(2 * rows[0]["floor"])
     printed = capsys.readouterr().out
     assert "torch_rpc" in printed
-    assert "CURVE at 3e+04: " in printed
+    assert "keys at 3e+04: " in printed
 
 
 def test_the_loopback_carries_something() -> None:

@@ -8,10 +8,10 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from paceline.runtime.live.messaging.greetings import OPEN
 from paceline.runtime.live.messaging.remote_links import KeyPair, RemoteLink, RemoteListener, make_keys
-from paceline.runtime.live.messaging.tcp_framing import GREETING
 from paceline.runtime.live.messaging.unix_sockets import Waiter
 
 Heard = tuple[bytes, bytes, list[memoryview]]
@@ -43,13 +43,15 @@ class Ear:
     def public(self) -> str:
         return "" if self.keys is None else self.keys.public
 
-    def link(self, name: bytes, keys: KeyPair | None = None, enrolled: bool = True, server_key: str = "") -> RemoteLink:
+    def link(
+        self, name: bytes, keys: KeyPair | None = None, enrolled: bool = True, server_key: str = "", **options: Any
+    ) -> RemoteLink:
         """A link that says who it is, with a key that is enrolled as that unless it is not to be."""
         if self.keys is not None and keys is None:
             keys = make_keys()
         if keys is not None and enrolled:
             self.listener.enrol(keys.public, name)
-        link = RemoteLink(self.address, name, keys, server_key or self.public, threaded=self.threaded)
+        link = RemoteLink(self.address, name, keys, server_key or self.public, threaded=self.threaded, **options)
         self.links.append(link)
         self.waiter.watch(link)
         return link
@@ -104,16 +106,27 @@ MakeEar = Callable[..., Ear]
 
 def greeted(name: bytes) -> bytes:
     """What a caller without keys says first."""
-    said = GREETING + bytes([len(name)]) + name
+    said = OPEN + bytes([len(name)]) + name
     return said + struct.pack("<I", zlib.crc32(said))
 
 
-def on_the_line(*parts: bytes) -> bytes:
-    """A message without keys, as it travels."""
-    count, lengths = struct.pack("<I", len(parts)), struct.pack(f"<{len(parts)}I", *map(len, parts))
-    head = count + struct.pack("<I", zlib.crc32(count)) + lengths
-    body = b"".join(parts)
-    return head + struct.pack("<I", zlib.crc32(head)) + body + struct.pack("<I", zlib.crc32(head + body))
+def on_the_line(*parts: bytes, number: int = 0) -> bytes:
+    """A message without keys, as it travels; `number` is that of its first section."""
+    first, *others = parts
+    sections = [struct.pack("<2I", len(parts), len(first))]
+    sections.append(struct.pack(f"<{len(others)}I", *map(len, others)) + first)
+    if others:
+        sections.append(b"".join(others))
+    return b"".join(section + checksum(section, number + at) for at, section in enumerate(sections))
+
+
+def checksum(section: bytes, number: int) -> bytes:
+    return struct.pack("<I", zlib.crc32(section, number))
+
+
+HELLO = on_the_line(b"")
+AFTER_HELLO = 2
+"""The number of the section behind it."""
 
 
 def cut_up(data: bytes, size: int) -> list[memoryview]:

@@ -17,14 +17,14 @@ import torch
 from paceline.core.messages import Members
 from paceline.run import Run
 from paceline.runtime.live.messaging import checksum
+from paceline.runtime.live.messaging.greetings import OPEN
 from paceline.runtime.live.messaging.reliable_channel import ReliableChannel
 from paceline.runtime.live.messaging.remote_links import FRAME, RemoteLink
-from paceline.runtime.live.messaging.tcp_framing import GREETING
 from paceline.runtime.live.protocol.agent_messages import decode_numbered
 from paceline.runtime.live.protocol.configuration import MultihostOptions
 from paceline.runtime.live.storage import endpoints
 from tests.live.damaging_line import Damaging
-from tests.live.listeners import Ear, MakeEar, greeted, on_the_line
+from tests.live.listeners import AFTER_HELLO, HELLO, Ear, MakeEar, greeted, on_the_line
 from tests.live.test_remote_workers import LOCAL, digits, far, live
 
 PARTS = (b"a message", b"", bytes(range(40)), b"the last part")
@@ -44,7 +44,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 def test_a_listener_believes_no_message_of_which_a_bit_is_flipped(ear: Ear) -> None:
     """Whichever it is: the connection ends at once, though nothing more comes. Lengths do not make it wait."""
-    other, hello, message = ear.met(b"2:0"), greeted(b"1:0") + on_the_line(b""), on_the_line(*PARTS)
+    other, hello, message = ear.met(b"2:0"), greeted(b"1:0") + HELLO, on_the_line(*PARTS, number=AFTER_HELLO)
     connections = []
     for bit in range(8 * len(message)):
         connections.append(socket.create_connection(("127.0.0.1", ear.listener.port)))
@@ -62,7 +62,7 @@ def test_a_listener_takes_nobody_for_another_because_a_bit_of_a_greeting_is_flip
     other, hello = ear.met(b"2:0"), greeted(b"1:0")
     for bit in range(8 * len(hello)):
         with socket.create_connection(("127.0.0.1", ear.listener.port)) as connection:
-            connection.sendall(flipped(hello, bit) + on_the_line(b"") + on_the_line(b"who am I?"))
+            connection.sendall(flipped(hello, bit) + HELLO + on_the_line(b"who am I?", number=AFTER_HELLO))
             connection.shutdown(socket.SHUT_WR)
             before = time.monotonic()
             ear.until(lambda: len(ear.listener.connections.open) == 1)
@@ -80,7 +80,7 @@ def test_a_caller_believes_no_message_of_which_a_bit_is_flipped() -> None:
         for bit in range(0, 8 * len(message), 3):
             connection, _ = acceptor.accept()
             with connection:
-                connection.sendall(GREETING + flipped(message, bit))
+                connection.sendall(OPEN + flipped(message, bit))
                 assert link.wait_for(10.0) is None
                 assert link.gone, bit
             link.reopen()

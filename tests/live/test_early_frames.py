@@ -292,7 +292,7 @@ def test_a_frame_torn_by_the_next_backward_is_not_used(counted: Path) -> None:
 
 
 def test_more_frames_than_may_wait_for_a_connection(monkeypatch: pytest.MonkeyPatch, counted: Path) -> None:
-    """ZeroMQ takes 64 messages; the server hears nothing until all were sent."""
+    """A transport takes 64 messages; the server hears nothing until all were sent."""
     for side in (sending_side, receiving_side):
         monkeypatch.setattr(side, "FRAME", 1 << 7)
     assert_equal(train(plain, False), train(plain, True))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.messages import Handle, Members, PeerMessage, Token, Update
-from paceline.runtime.live.messaging.remote_links import RemoteLink
+from paceline.runtime.live.messaging.remote_links import RemoteLink, make_keys
 from paceline.runtime.live.messaging.unix_sockets import Waiter
-from paceline.runtime.live.messaging.zeromq_transport import make_keys
 from paceline.runtime.live.peer.neighbours import Neighbours
 from paceline.runtime.live.peer.parcel_sender import REOPEN_S, session_name
 from paceline.runtime.live.peer.peer_parameters import PeerParameters

@@ -45,7 +45,7 @@ class Row:
     wire: str
     """How floats are sent."""
     keys: bool
-    """Whether the exchange has CURVE keys."""
+    """Whether the exchange is encrypted, with keys."""
     paceline: float
     unit: str
     peers: dict[str, float]

@@ -68,14 +68,14 @@ def _name(wire: str, keys: bool) -> str:
 
 
 def cost_of_keys(rows: list[Row]) -> list[str]:
-    """Says, in a line for each size, what CURVE costs."""
+    """Says, in a line for each size, what encryption costs."""
     lines = []
     for plain in rows:
         for keyed in rows:
             if (keyed.params, keyed.wire, keyed.keys, plain.keys) == (plain.params, plain.wire, True, False):
                 more_us = 1e6 * (1 / keyed.paceline - 1 / plain.paceline)
                 more = plain.paceline / keyed.paceline - 1
-                lines.append(f"CURVE at {plain.params:.0e}: {more_us:+.0f} us a push, {more:+.0%} time")
+                lines.append(f"keys at {plain.params:.0e}: {more_us:+.0f} us a push, {more:+.0%} time")
     return lines
 
 

@@ -32,7 +32,7 @@ class BenchExchange(Benchmark):
     optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
     """What steps the parameters, everywhere; torch's fused implementation where torch steps them."""
     transport: Literal["shm", "tcp"] = "shm"
-    """Through shared memory, or over TCP on the loopback: as floats are, with keys (CURVE), and as bfloat16."""
+    """Through shared memory, or over TCP on the loopback: as floats are, with keys (encrypted), and as bfloat16."""
 
     def measure(self) -> dict[str, Any]:
         over = exchange if self.transport == "shm" else tcp_exchange

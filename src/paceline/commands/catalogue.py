@@ -93,7 +93,7 @@ class Doctor:
     def rows(self) -> list[tuple[str, str]]:
         shared = shutil.disk_usage(shared_memory.base_folder())
         rows = [("paceline", __version__), ("python", platform.python_version()), ("system", platform.platform())]
-        for package in ("torch", "numpy", "msgspec", "safetensors", "tyro", "rich", "networkx", "pyzmq"):
+        for package in ("torch", "numpy", "msgspec", "safetensors", "tyro", "rich", "networkx", "cryptography"):
             rows.append((package, importlib.metadata.version(package)))
         digits = importlib.util.find_spec("sklearn") is not None
         fashion = find("train-images-idx3-ubyte", folders(FOLDER)) is not None

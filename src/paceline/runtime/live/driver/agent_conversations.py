@@ -16,9 +16,9 @@ from paceline.runtime.live.driver import agent_validation
 from paceline.runtime.live.driver.agent_reports import AgentReports
 from paceline.runtime.live.driver.host_arrivals import HostArrivals
 from paceline.runtime.live.driver.remote_hosts import JOIN, RemoteHost, RemoteHosts
+from paceline.runtime.live.messaging.keys import is_key
 from paceline.runtime.live.messaging.reliable_channel import ReliableChannel
 from paceline.runtime.live.messaging.unix_sockets import Waiter
-from paceline.runtime.live.messaging.zeromq_transport import is_key
 from paceline.runtime.live.protocol import agent_messages, wire
 from paceline.runtime.live.storage.file_transfer import FileRefused
 

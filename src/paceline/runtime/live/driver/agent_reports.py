@@ -18,7 +18,7 @@ from paceline.runtime.live.driver.key_registry import KeyRegistry
 from paceline.runtime.live.driver.remote_hosts import RemoteHost
 from paceline.runtime.live.driver.run_state import RunState
 from paceline.runtime.live.driver.servers import Servers
-from paceline.runtime.live.messaging.zeromq_transport import is_key
+from paceline.runtime.live.messaging.keys import is_key
 from paceline.runtime.live.protocol import agent_messages, wire
 from paceline.runtime.live.storage import file_transfer, shared_memory
 from paceline.runtime.live.storage.file_transfer import FileRefused

@@ -1,7 +1,7 @@
 """How messages get from process to process: Unix sockets within a host, TCP between hosts.
 
 `unix_sockets.py` has the listeners and links of one host, `remote_links.py` those between hosts, over a `Transport`
-(`transport.py`): `zeromq_transport.py` with keys, `tcp_transport.py` without.
+(`transport.py`): `tcp_transport.py`, with keys or without.
 
 A link carries messages whole and in order while its connection lasts. When it breaks, nobody can tell which of the last
 messages arrived. There are two kinds of traffic, and each has one way to deal with that.

@@ -86,8 +86,8 @@ class ConnectionRegistry:
     def disconnect(self, name: bytes) -> bool:
         """Ends the connection of a process; false if it has none.
 
-        ZeroMQ has no call for it: after the shutdown its thread finds that nothing more will come, and closes. The
-        descriptor may be another connection's by now, so a duplicate of it is checked and shut down.
+        After the shutdown the transport finds that nothing more will come, and closes. The descriptor may be another
+        connection's by now, so a duplicate of it is checked and shut down.
         """
         connection = self.named.pop(name, None)
         if connection is None:

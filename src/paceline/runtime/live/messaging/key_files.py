@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from paceline import private_files
 from paceline.errors import ConfigError
-from paceline.runtime.live.messaging.zeromq_transport import KeyPair, is_key, public_of
+from paceline.runtime.live.messaging.keys import KeyPair, is_key, public_of
 
 LARGEST = 4096
 """Bytes that a key file may have. It has some 250."""

@@ -1,9 +1,8 @@
 """Messages between hosts, over TCP: listeners and links, as `messaging/unix_sockets.py` has them within one.
 
 A message is a header and any number of raw frames of at most `FRAME` bytes behind it, all of it or nothing. With keys
-(CURVE, `messaging/zeromq_transport.py`) everything is encrypted, a listener admits nobody whose key was not enrolled,
-and the sender of a message is whom its key was enrolled as; a name in a message is never believed. Without keys
-(`messaging/tcp_transport.py`) whoever reaches the port is believed.
+everything is encrypted, a listener admits nobody whose key was not enrolled, and the sender of a message is whom its
+key was enrolled as; a name in a message is never believed. Without keys whoever reaches the port is believed.
 
 A connection is never reopened behind its user's back: a link whose connection broke is `gone` until it is reopened, for
 nobody can tell what of it arrived. Before it was established there is nothing to lose: a link that finds nobody, or
@@ -12,8 +11,7 @@ that is refused, tries again by itself for as long as somebody waits for it.
 A host that is gone is noticed within three seconds; a program that hangs is not noticed at all.
 
 A forked child must not touch what its parent made here, not even to close it. It holds the parent's connections too:
-if the parent is killed and the child lives, the other ends see it by the heartbeats only, without keys not at all (the
-driver does), and the port stays taken.
+if the parent is killed and the child lives, the other ends do not see it (the driver does), and the port stays taken.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import printable
 from paceline.runtime.live.messaging.connection_registry import ConnectionRegistry
+from paceline.runtime.live.messaging.keys import KeyPair, make_keys
 from paceline.runtime.live.messaging.tcp_framing import FramePlacement
 from paceline.runtime.live.messaging.tcp_transport import TcpTransport, ThreadedTransport
 from paceline.runtime.live.messaging.transport import (
@@ -39,7 +38,6 @@ from paceline.runtime.live.messaging.transport import (
     Transport,
     wrapped,
 )
-from paceline.runtime.live.messaging.zeromq_transport import KeyPair, ZeromqTransport, make_keys
 
 if TYPE_CHECKING:
     from paceline.runtime.live.messaging.transport import Part
@@ -64,21 +62,11 @@ LINGER_MS = 1000
 """How long the last messages may take to leave when a connection is closed."""
 
 
-def make_transport(
-    keys: KeyPair | None, largest: int, hwm: int, place_frames: FramePlacement | None, threaded: bool
-) -> Transport:
-    """ZeroMQ with keys, and TCP without, which a thread may look after."""
-    if keys is not None:
-        return ZeromqTransport(keys, largest, hwm)
-    transport = TcpTransport(largest, hwm, place_frames)
-    return ThreadedTransport(transport) if threaded else transport
-
-
 class RemoteListener:
     """Accepts any number of named processes on one port, and receives their messages while somebody waits for it.
 
     `ports` are the first and the last that may be used; (0, 0) leaves it to the system. A process for which more than
-    `hwm` messages wait is disconnected. With keys, or if it is `threaded`, messages come and leave while nobody waits.
+    `hwm` messages wait is disconnected. If it is `threaded`, messages come and leave while nobody waits.
     """
 
     def __init__(
@@ -100,7 +88,8 @@ class RemoteListener:
         self.received = 0
         self.warned: set[tuple[bytes, str]] = set()
         """Whose messages could not be read, and why, as far as it was logged."""
-        self.transport = make_transport(keys, largest, hwm, None, threaded)
+        transport = TcpTransport(keys, largest, hwm, is_known=self.connections.names.__contains__)
+        self.transport: Transport = ThreadedTransport(transport) if threaded else transport
         try:
             self.port = self.transport.listen(host, ports)
         except BaseException:
@@ -174,8 +163,7 @@ class RemoteListener:
         self.transport.close(0 if discard else LINGER_MS)
 
     def _update_connections(self) -> None:
-        """Admits those who ask for it, and takes note of connections that began or ended."""
-        self.transport.admit(self.connections.names.__contains__)
+        """Takes note of connections that began or ended."""
         for event, descriptor, reason in self.transport.events():
             if event is ConnectionEvent.ACCEPTED:
                 self.connections.accepted(descriptor)
@@ -211,14 +199,14 @@ class RemoteListener:
             logger.warning(printable(f"paceline: {name.decode(errors='replace')} {what}"))
 
     def _name(self, received: ReceivedMessage) -> bytes | None:
-        return self.connections.names.get(received.key) if self.keys is not None else received.route
+        return self.connections.names.get(received.route.decode()) if self.keys is not None else received.route
 
 
 class RemoteLink:
     """A connection to the listener of another host, by a name of one's own: with keys, the one its key was enrolled as.
 
-    With keys, or if it is `threaded`, messages come and leave while nobody waits, too. Without keys, frames may be read
-    straight to where `place_frames` says.
+    If it is `threaded`, messages come and leave while nobody waits. Frames may be read straight to where `place_frames`
+    says.
     """
 
     def __init__(
@@ -234,7 +222,8 @@ class RemoteLink:
         self.address = address
         self.name = name
         self.server_key = server_key
-        self.transport = make_transport(keys, ANSWER, hwm, place_frames, threaded)
+        transport = TcpTransport(keys, ANSWER, hwm, place_frames)
+        self.transport: Transport = ThreadedTransport(transport) if threaded else transport
         self.refused = ""
         """Why the last attempt to connect failed, if it did."""
         self.gone = False

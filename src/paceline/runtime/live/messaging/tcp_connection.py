@@ -1,4 +1,4 @@
-"""One TCP connection without keys: its socket, what is to be sent, and a reader of what arrives (`tcp_framing.py`)."""
+"""One TCP connection: its socket, what is to be sent, and a reader of what arrives (`tcp_framing.py`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from paceline.runtime.live.messaging.tcp_framing import (
-    GREETING,
-    ConnectionClosed,
-    ConnectionLimits,
-    MessageReader,
-    OutgoingMessage,
-    advance,
-    greeting,
-)
+from paceline.runtime.live.messaging.greetings import Greeting
+from paceline.runtime.live.messaging.tcp_framing import ConnectionLimits, MessageReader, OutgoingMessage, advance
+from paceline.runtime.live.messaging.transport import ConnectionClosed
+
+if TYPE_CHECKING:
+    from paceline.runtime.live.messaging.transport import Part
 
 LOW_WATER = 1 << 18
 """Bytes of a large part that are waited for at least."""
@@ -36,8 +35,7 @@ OPTIONS = (
 class TcpConnection:
     """The socket of one connection, which never blocks."""
 
-    def __init__(self, connection: socket.socket, limits: ConnectionLimits, name: bytes = b"") -> None:
-        """`name` is the client's own, at its end."""
+    def __init__(self, connection: socket.socket, limits: ConnectionLimits, greeting: Greeting) -> None:
         connection.setblocking(False)
         for option, value in OPTIONS:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -45,8 +43,8 @@ class TcpConnection:
         self.socket = connection
         self.descriptor = connection.fileno()
         self.began_s = time.monotonic()
-        self.reader = MessageReader(limits)
-        self.greeting = [memoryview(greeting(name) if name else GREETING)]
+        self.reader = MessageReader(limits, greeting)
+        self.greeting = [memoryview(greeting.first)] if greeting.first else []
         """What of our greeting is not sent."""
         self.has_greeted = False
         self.outgoing: deque[OutgoingMessage] = deque()
@@ -56,6 +54,12 @@ class TcpConnection:
         """The events that the transport's epoll waits for."""
         self.closed: str | None = None
         """None while the connection goes on; then why it ended, or "" if it just did."""
+
+    def add(self, parts: Sequence[Part]) -> OutgoingMessage:
+        """Returns a message that is sent after those before it."""
+        message = OutgoingMessage(parts, self.reader.outgoing)
+        self.outgoing.append(message)
+        return message
 
     def send_some(self) -> None:
         """Sends as much as the kernel takes right now."""
@@ -69,10 +73,9 @@ class TcpConnection:
             advance(message.ready, self.socket.sendmsg(message.ready[:VIEWS]))
             if message.ready:
                 return
-            if message.complete:
+            message.seal_more()
+            if not message.ready:
                 self.outgoing.popleft()
-            else:
-                message.sum_up()
 
     def drop(self) -> None:
         """Sends nothing more: half a message may have been sent."""
@@ -95,6 +98,9 @@ class TcpConnection:
             self._set_low_water()
         except ConnectionClosed as reason:
             self.closed = str(reason)
+        if reader.answer:
+            self.greeting.append(memoryview(reader.answer))
+            reader.answer = b""
         messages, reader.messages = reader.messages, []
         return messages
 

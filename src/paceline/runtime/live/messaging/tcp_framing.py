@@ -1,11 +1,11 @@
-"""The bytes of a TCP connection without keys: greetings, message heads, checksums. No socket is known here.
+"""The messages of a TCP connection, as bytes. No socket is known here.
 
-A client sends `GREETING`, the length of its name, its name, and a CRC of these; a listener sends `GREETING`. Then come
-messages: how many parts, a CRC of that, the length of each, a CRC, the parts, and a CRC of all of it. Anything else
-ends the connection, also what was damaged on the way: TCP's own checksum lets one damaged packet in some ten thousand
-pass. No length is believed before its CRC is right, or a flipped bit would have the reader wait for ever.
+After the greetings (`greetings.py`) come messages, each of three sections (`seals.py`): how many parts it has and the
+length of the first; the lengths of the others and the first; the others, if there are any. What has a wrong seal ends
+the connection: TCP's own checksum lets one damaged packet in some ten thousand pass. No length is believed before its
+seal was checked, or a flipped bit would have the reader wait for ever.
 
-Large parts are read straight to their place, which the reader may choose (`FramePlacement`).
+The other parts are read straight to their place, which the reader may choose (`FramePlacement`), and decrypted there.
 """
 
 from __future__ import annotations
@@ -17,34 +17,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from paceline.runtime.live.messaging.checksum import crc32
-from paceline.runtime.live.messaging.transport import DAMAGED, FRAME, SLACK, SPARE
+from paceline.runtime.live.messaging.greetings import Greeting
+from paceline.runtime.live.messaging.seals import IncomingSection, Seals
+from paceline.runtime.live.messaging.transport import FRAME, SPARE, ConnectionClosed
 
 if TYPE_CHECKING:
     from paceline.runtime.live.messaging.transport import Part
 
-GREETING = b"paceline tcp 2\n"
 SCRATCH = 1 << 14
 """Bytes read when it is not known yet what comes. They are copied once more."""
-STEP = 1 << 22
-"""Bytes that are summed up before they leave: the kernel takes few large pieces sooner than many small ones."""
-COUNT = struct.Struct("<2I")
-"""The number of parts, and the CRC of that."""
-CRC = struct.Struct("<I")
+HEAD = struct.Struct("<2I")
+"""The number of parts, and the length of the first."""
 
 FramePlacement = Callable[[bytes, Sequence[int]], Sequence[memoryview] | None]
 """Returns where the frames behind this message, of these lengths, are to be read to; None if that does not matter."""
 
 
-class ConnectionClosed(Exception):
-    """The connection has ended, or nothing that comes over it is to be believed any more. It may say why."""
-
-
 class ConnectionLimits(Struct, frozen=True):
     """What a connection accepts."""
 
-    listens: bool
-    """This is the listener's end."""
     largest: int
     """Bytes of a message."""
     place_frames: FramePlacement | None = None
@@ -56,38 +47,42 @@ class ConnectionLimits(Struct, frozen=True):
 
 
 class OutgoingMessage:
-    """A message that is being sent, and summed up step by step.
+    """A message that is being sent, and sealed step by step.
 
     Its memory must not change before it is sent; `keep` copies what is not.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], seals: Seals) -> None:
         pieces = [
             [memoryview(each).cast("B") for each in (part if isinstance(part, tuple) else (part,))] for part in parts
         ]
-        head, self.crc = head_of([sum(map(len, views)) for views in pieces])
-        self.ready = [memoryview(head)]
-        """What is summed up and not sent."""
-        self.rest = [view for views in reversed(pieces) for view in reversed(views) if view.nbytes]
+        lengths = [sum(map(len, views)) for views in pieces]
+        head = seals.seal(HEAD.pack(len(lengths), lengths[0]))
+        introduction = struct.pack(f"<{len(lengths) - 1}I", *lengths[1:]) + b"".join(pieces[0])
+        self.ready = [memoryview(head + seals.seal(introduction))]
+        """What is sealed and not sent."""
+        self.rest = [view for views in reversed(pieces[1:]) for view in reversed(views) if view.nbytes]
         """What comes after it, the last first."""
-        self.complete = False
-        """Whether the CRC of the whole message is among what is ready, or sent."""
-        self.sum_up()
+        self.section = seals.begin_outgoing(sum(lengths[1:])) if len(lengths) > 1 else None
+        """The last section; None if its seal is among what is ready, or sent."""
+        self.seal_more()
 
-    def sum_up(self) -> None:
-        """Makes the next step ready."""
-        room = STEP
+    def seal_more(self) -> None:
+        """Makes the next step ready, when nothing is."""
+        if self.section is None:
+            return
+        step, room = [], self.section.step
         while self.rest and room:
             view = self.rest.pop()
             if view.nbytes > room:
                 self.rest.append(view[room:])
                 view = view[:room]
-            self.crc = crc32(view, self.crc)
-            self.ready.append(view)
+            step.append(view)
             room -= view.nbytes
-        if not self.rest and not self.complete:
-            self.ready.append(memoryview(CRC.pack(self.crc)))
-            self.complete = True
+        self.ready += self.section.seal(step)
+        if not self.rest:
+            self.ready.append(memoryview(self.section.end()))
+            self.section = None
 
     def keep(self) -> None:
         """Copies what is not sent yet: the message's memory may change from now on."""
@@ -98,22 +93,34 @@ class OutgoingMessage:
 class MessageReader:
     """Makes messages of the bytes that arrive over one connection."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, greeting: Greeting) -> None:
         self.limits = limits
+        self.greeting: Greeting | None = greeting
+        """None once the other end has greeted."""
         self.name = b""
-        """The client's name, at a listener, once it has greeted."""
+        """The caller's name, at a listener, once it has greeted."""
         self.is_established = False
-        """Whether the other end has greeted."""
+        """Whether it is certain who is at the other end."""
+        self.answer = b""
+        """What is to be sent because of what was read."""
+        self.incoming: Seals
+        self.outgoing: Seals
         self.incomplete = b""
         """The beginning of a greeting or of a head that has not arrived whole."""
+        self.count = 0
+        """The parts of the message that is arriving."""
+        self.introduction: bytearray | None = None
+        """Its second section, while this is arriving."""
         self.parts: list[memoryview] = []
-        """The parts of the message that is arriving, in their places."""
+        """Its parts, in their places, while the third section is arriving."""
+        self.section: IncomingSection
+        """The third section."""
         self.unread: list[memoryview] = []
-        """What of these, and of the CRC behind them, is not read yet."""
-        self.unsummed = 0
-        """Bytes of `unread` that are no CRC."""
-        self.crc = 0
-        self.crc_read = memoryview(bytearray(CRC.size))
+        """The memory of the second or the third section that is not read yet, with that of the seal."""
+        self.unopened = 0
+        """Bytes of `unread` that are to be opened as they come."""
+        self.seal: memoryview
+        """The place of the third section's seal."""
         self.skipped = 0
         """Bytes that are still to arrive of a message that is too large."""
         self.messages: list[list[memoryview] | None] = []
@@ -127,14 +134,17 @@ class MessageReader:
             self._parse(self.incomplete + bytes(scratch[:count]))
 
     def _advance(self, count: int) -> None:
-        summed = min(count, self.unsummed)
-        self.unsummed -= summed
-        for view in first(self.unread, summed):
-            self.crc = crc32(view, self.crc)
+        opened = min(count, self.unopened)
+        self.unopened -= opened
+        for view in first(self.unread, opened):
+            self.section.open(view)
         advance(self.unread, count)
-        if not self.unread:
-            if CRC.unpack(self.crc_read)[0] != self.crc:
-                raise ConnectionClosed(DAMAGED)
+        if self.unread:
+            return
+        if self.introduction is not None:
+            self._introduce(bytes(self.introduction))
+        else:
+            self.section.check(bytes(self.seal))
             self.messages.append(self.parts)
             self.parts = []
 
@@ -150,82 +160,62 @@ class MessageReader:
                 self.unread[0][:used] = data[at : at + used]
                 self._advance(used)
             else:
-                used = self._begin(data, at) if self.is_established else self._greet(data)
+                used = self._begin(data, at) if self.greeting is None else self._greet(self.greeting, data)
                 if not used:
                     break
             at += used
         self.incomplete = data[at:]
 
-    def _greet(self, data: bytes) -> int:
+    def _greet(self, greeting: Greeting, data: bytes) -> int:
         """Reads the greeting; its length, or 0 if it is not all there."""
-        size = len(GREETING)
-        if data[:size] != GREETING[: len(data)]:
-            raise ConnectionClosed
-        if self.limits.listens:
-            if len(data) <= size or len(data) <= size + data[size] + CRC.size:
-                return 0
-            name = data[size + 1 : size + 1 + data[size]]
-            if not name or not data.startswith(greeting(name)):
-                raise ConnectionClosed
-            self.name = name
-            size = len(greeting(name))
-        elif len(data) < size:
+        greeted = greeting.read(data)
+        if greeted is None:
             return 0
-        self.is_established = True
-        return size
+        self.greeting, self.answer = None, greeted.answer
+        if greeted.refused:
+            raise ConnectionClosed(greeted.refused)
+        self.name, self.is_established = greeted.name, greeted.is_proved
+        self.incoming, self.outgoing = greeted.incoming, greeted.outgoing
+        self.seal = memoryview(bytearray(self.incoming.size))
+        return greeted.size
 
     def _begin(self, data: bytes, at: int) -> int:
-        """Reads the head of a message; its length, or 0 if it is not all there.
+        """Reads the first section of a message; its length, or 0 if it is not all there."""
+        end = at + HEAD.size + self.incoming.size
+        if len(data) < end:
+            return 0
+        first_length: int
+        self.count, first_length = HEAD.unpack(self.incoming.open(data[at:end]))
+        self.is_established = True
+        if not 0 < self.count <= 2 * self.limits.most or first_length > FRAME:
+            raise ConnectionClosed
+        self.introduction = bytearray(4 * (self.count - 1) + first_length + self.incoming.size)
+        self.unread = [memoryview(self.introduction)]
+        return end - at
 
-        Where frames have a place, the first part is read with the head, unless it is too long to be an answer.
-        """
-        if len(data) < at + COUNT.size:
-            return 0
-        count: int
-        count, crc = COUNT.unpack_from(data, at)
-        limits = self.limits
-        if crc32(data[at : at + 4]) != crc:
-            raise ConnectionClosed(DAMAGED)
-        if not 0 < count <= 2 * limits.most:
+    def _introduce(self, sealed: bytes) -> None:
+        """Reads the second section of a message."""
+        self.introduction = None
+        section, limits, others = self.incoming.open(sealed), self.limits, self.count - 1
+        lengths, message = struct.unpack_from(f"<{others}I", section), section[4 * others :]
+        if max(lengths, default=0) > FRAME:
             raise ConnectionClosed
-        head = COUNT.size + 4 * count + CRC.size
-        if len(data) < at + head:
-            return 0
-        lengths: tuple[int, ...] = struct.unpack_from(f"<{count}I", data, at + COUNT.size)
-        expected, self.crc = head_of(lengths)
-        if data[at : at + head] != expected:
-            raise ConnectionClosed(DAMAGED)
-        if max(lengths) > FRAME + SLACK:
-            raise ConnectionClosed
-        if sum(lengths) > limits.largest or count > limits.most:
-            self.skipped = sum(lengths) + CRC.size
+        size = sum(lengths)
+        if others:
+            self.section = self.incoming.begin_incoming(size)
+        if size + len(message) > limits.largest or self.count > limits.most:
+            self.skipped = size + self.incoming.size if others else 0
             self.messages.append(None)
-            return head
-        places = None
-        if limits.place_frames is not None and lengths[0] <= SCRATCH:
-            message = data[at + head : at + head + lengths[0]]
-            if len(message) < lengths[0]:
-                return 0
-            places = limits.place_frames(message, lengths[1:])
-        self.parts = [np.empty(lengths[0], np.uint8).data]
-        self.parts += places if places is not None else (np.empty(size, np.uint8).data for size in lengths[1:])
-        self.unsummed = sum(lengths)
-        self.unread = [*(part for part in self.parts if part.nbytes), self.crc_read]
-        return head
-
-
-def greeting(name: bytes) -> bytes:
-    """What the client of this name sends first."""
-    sent = GREETING + bytes([len(name)]) + name
-    return sent + CRC.pack(crc32(sent))
-
-
-def head_of(lengths: Sequence[int]) -> tuple[bytes, int]:
-    """What comes before parts of these lengths, and the CRC so far."""
-    count = struct.pack("<I", len(lengths))
-    begin = COUNT.pack(len(lengths), crc32(count)) + struct.pack(f"<{len(lengths)}I", *lengths)
-    crc = crc32(begin)
-    return begin + CRC.pack(crc), crc
+            return
+        places = limits.place_frames(message, lengths) if limits.place_frames is not None else None
+        self.parts = [memoryview(message)]
+        self.parts += places if places is not None else (np.empty(length, np.uint8).data for length in lengths)
+        if others:
+            self.unopened = size
+            self.unread = [*(part for part in self.parts[1:] if part.nbytes), self.seal]
+        else:
+            self.messages.append(self.parts)
+            self.parts = []
 
 
 def first(views: Sequence[memoryview], size: int) -> list[memoryview]:

@@ -1,4 +1,4 @@
-"""Plain TCP, for runs without keys: no thread, no queue of its own, no copy but the kernel's.
+"""TCP, with keys or without: no thread, no queue of its own, no copy but the kernel's and what is encrypted.
 
 The thread that uses it does everything, when it waits: it sends what did not fit into the kernel's buffers, and reads
 what has arrived. For those who compute meanwhile there is `ThreadedTransport`.
@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.runtime.live.messaging.addresses import host_and_port
+from paceline.runtime.live.messaging.greetings import KeyedAnswer, KeyedCall, OpenAnswer, OpenCall
+from paceline.runtime.live.messaging.keys import KeyPair
 from paceline.runtime.live.messaging.tcp_connection import TcpConnection
-from paceline.runtime.live.messaging.tcp_framing import SCRATCH, ConnectionLimits, FramePlacement, OutgoingMessage
+from paceline.runtime.live.messaging.tcp_framing import SCRATCH, ConnectionLimits, FramePlacement
 from paceline.runtime.live.messaging.transport import (
     BROKE_OFF,
     DAMAGED,
@@ -51,8 +53,18 @@ IN, BOTH = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 class TcpTransport:
     """A listener's socket and its connections, or a client's one connection."""
 
-    def __init__(self, largest: int, hwm: int, place_frames: FramePlacement | None = None) -> None:
-        self.limits = ConnectionLimits(False, largest, place_frames)
+    def __init__(
+        self,
+        keys: KeyPair | None,
+        largest: int,
+        hwm: int,
+        place_frames: FramePlacement | None = None,
+        is_known: Callable[[str], bool] | None = None,
+    ) -> None:
+        """A listener with keys admits those whose public key `is_known`."""
+        self.keys = keys
+        self.limits = ConnectionLimits(largest, place_frames)
+        self.is_known = is_known or (lambda key: False)
         self.hwm = hwm
         self.epoll = select.epoll()
         self.acceptor: socket.socket | None = None
@@ -71,16 +83,15 @@ class TcpTransport:
         acceptor = first_free(host, ports, listening)
         acceptor.setblocking(False)
         self.acceptor = acceptor
-        self.limits = ConnectionLimits(True, self.limits.largest, self.limits.place_frames)
         self.epoll.register(acceptor.fileno(), IN)
         return int(acceptor.getsockname()[1])
 
     def connect(self, address: str, name: bytes, server_key: str) -> None:
-        del server_key
         self.close_connections(0)
         host, port = host_and_port(address)
+        greeting = OpenCall(name) if self.keys is None else KeyedCall(self.keys, server_key)
         try:
-            connection = TcpConnection(socket.socket(), self.limits, name)
+            connection = TcpConnection(socket.socket(), self.limits, greeting)
         except OSError:  # there are too many
             self.pending_events.append((ConnectionEvent.CLOSED, -1, UNREACHED))
             return
@@ -94,9 +105,6 @@ class TcpTransport:
             connection.socket.close()
             self.pending_events.append((ConnectionEvent.CLOSED, -1, UNREACHED))
 
-    def admit(self, is_known: Callable[[str], bool]) -> None:
-        """Does nothing: nobody is asked for a key."""
-
     def events(self) -> Iterator[tuple[ConnectionEvent, int, str]]:
         if time.monotonic() - self.checked_s > LOOK_S:
             self._check_all()
@@ -107,8 +115,7 @@ class TcpTransport:
         connection = self.routes.get(route)
         if connection is None or (self.hwm and len(connection.outgoing) >= self.hwm):
             return False
-        message = OutgoingMessage(parts)
-        connection.outgoing.append(message)
+        message = connection.add(parts)
         if len(connection.outgoing) == 1:
             self._send(connection)
         if may_change:
@@ -182,7 +189,8 @@ class TcpTransport:
             if not self.unidentified:
                 self.epoll.modify(acceptor.fileno(), 0)  # until the next check
         else:
-            connection = TcpConnection(accepted, self.limits)
+            greeting = OpenAnswer() if self.keys is None else KeyedAnswer(self.keys, self.is_known)
+            connection = TcpConnection(accepted, self.limits, greeting)
             self._add(connection)
             self.pending_events.append((ConnectionEvent.ACCEPTED, connection.descriptor, ""))
             if len(self.unidentified) <= UNIDENTIFIED:
@@ -205,10 +213,12 @@ class TcpTransport:
 
     def _read(self, connection: TcpConnection) -> None:
         messages, reader = connection.read(self.scratch), connection.reader
+        if connection.greeting:
+            self._send(connection)
         if reader.is_established and connection.descriptor in self.unidentified:
             self._identify(connection)
         for parts in messages:
-            self.inbox.append(ReceivedMessage(reader.name, connection.descriptor, "", parts or (), parts is not None))
+            self.inbox.append(ReceivedMessage(reader.name, connection.descriptor, parts or (), parts is not None))
         if connection.closed is not None:
             self._lose(connection, connection.closed or (BROKE_OFF if connection.has_greeted else UNREACHED))
 
@@ -272,9 +282,6 @@ class ThreadedTransport:
     def connect(self, address: str, name: bytes, server_key: str) -> None:
         with self._used():
             self.transport.connect(address, name, server_key)
-
-    def admit(self, is_known: Callable[[str], bool]) -> None:
-        """Does nothing: nobody is asked for a key."""
 
     def events(self) -> Iterator[tuple[ConnectionEvent, int, str]]:
         with self._used():

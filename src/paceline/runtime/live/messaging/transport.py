@@ -1,5 +1,5 @@
-"""What carries the messages of listeners and links between hosts (`messaging/remote_links.py`): ZeroMQ with keys
-(`messaging/zeromq_transport.py`), plain TCP without (`messaging/tcp_transport.py`).
+"""What carries the messages of listeners and links between hosts (`messaging/remote_links.py`): TCP, in the thread that
+uses it or in one of its own (`messaging/tcp_transport.py`).
 
 A message is sent as parts of at most `FRAME` bytes: a header, and frames behind it. It arrives whole or not at all.
 Connections that begin and end are reported beside the messages, as events.
@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     Part = Buffer | tuple[Buffer, ...]
-    """A part may lie in several places; with keys it is copied then."""
+    """A part may lie in several places."""
 
 FRAME = 1 << 20
 """Bytes of the largest frame. The connection that sends a larger one is closed."""
-SLACK = 1 << 10
-"""What encryption adds to a frame, and more."""
 SPARE = 1 << 10
 """Frames of a message that need not be full."""
 HANDSHAKE_S = 3.0
@@ -35,10 +33,14 @@ HANDSHAKE_S = 3.0
 BROKE_OFF = "broke off: it may have another key, or keys where we have none, or be busy"
 UNREACHED = "cannot be reached"
 DAMAGED = "sent something that was damaged on its way; such connections are closed, and it is sent again"
-"""Without keys a checksum reveals it. With keys what is damaged is no message at all."""
+UNKNOWN_KEY = "does not know this key"
 Bound = TypeVar("Bound")
 HELLO: Sequence[Buffer] = (b"",)
 """The first message of a client: a listener cannot answer whom it has not heard."""
+
+
+class ConnectionClosed(Exception):
+    """The connection has ended, or nothing that comes over it is to be believed any more. It may say why."""
 
 
 class ConnectionEvent(enum.Enum):
@@ -56,11 +58,9 @@ class ReceivedMessage(Struct, frozen=True):
     """A message as it was received."""
 
     route: bytes
-    """How its sender is answered; "" at a client. Without keys, the sender's name."""
+    """How its sender is answered: its public key as text or, without keys, its name; "" at a client."""
     descriptor: int
     """The descriptor of the connection it came over."""
-    key: str
-    """The sender's public key, if there are keys."""
     parts: Sequence[Buffer]
     whole: bool
     """False if the message was truncated because of its size."""
@@ -114,9 +114,6 @@ class Transport(Protocol):
 
     def connect(self, address: str, name: bytes, server_key: str) -> None:
         """Makes one attempt to connect, in place of any connection before. Its success or its end is an event."""
-
-    def admit(self, is_known: Callable[[str], bool]) -> None:
-        """Admits those who ask for it and whose key is known, and nobody else."""
 
     def events(self) -> Iterator[tuple[ConnectionEvent, int, str]]:
         """What has happened to connections since the last call: the event, the descriptor, and why."""

@@ -1,9 +1,8 @@
 """Unix sockets, and the only file that knows them: listeners, links, and waiting for them and for processes.
 
-Within one host this is the whole control channel. A round trip over a Unix socket costs about a third of one through
-ZeroMQ's `ipc://`, which wakes a thread of its own at each end (docs/decisions/0010). A message is preceded by four
-bytes of length. The first one on a connection is the client's name; the folder with the sockets belongs to the user
-alone, so a name is believed.
+Within one host this is the whole control channel (docs/decisions/0010). A message is preceded by four bytes of length.
+The first one on a connection is the client's name; the folder with the sockets belongs to the user alone, so a name is
+believed.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 The same rule of ownership holds: from push to answer it is the server's, then it is on its way, and the next push comes
 only after it has arrived. So nothing is copied for sending.
 
-    floats as they are   a gradient stays in the frames it came in, and what leaves is a vector of parameters (only if
-                         frames end within the optimizer's pieces, these being whole large tensors, gradients are joined
-                         in that vector); where the kernel takes what is sent at once (`messaging/tcp_transport.py`) no
-                         such vector is needed, and parameters leave from where they are stepped: an answer that is sent
-                         a second time then holds what they are by then
+    floats as they are   a gradient stays in the frames it came in (only if frames end within the optimizer's pieces,
+                         these being whole large tensors, gradients are joined in a vector), and parameters leave from
+                         where they are stepped: an answer that is sent a second time holds what they are by then
     in a code            gradients are decoded into a vector, and answers are differences from what the worker has
                          (`server/coded_answers.py`)
 """
@@ -28,9 +26,7 @@ from paceline.runtime.live.server.coded_answers import CodedAnswers
 from paceline.runtime.live.server.early_frames import EarlyFrameBuffer
 from paceline.runtime.live.server.shard_state import ShardState
 from paceline.runtime.live.server.worker_buffer import (
-    ParameterCopy,
     Reply,
-    SegmentBuffer,
     SharedParameters,
     SpareBuffer,
     WorkerBuffer,
@@ -72,8 +68,7 @@ class FrameBuffer(WorkerBuffer):
 class RemoteMemory:
     """Where the frames of one worker's gradients go, and those of its parameters come from."""
 
-    def __init__(self, state: ShardState, wire: str, at_once: bool, reply: Reply) -> None:
-        """`at_once`: the kernel takes what is sent at once."""
+    def __init__(self, state: ShardState, wire: str, reply: Reply) -> None:
         layout, part, optimizer = state.layout, state.part, state.optimizer
         codec = wire_precision.codec_of(wire)
         keep_freed(4 * layout.numel * layout.itemsize)
@@ -87,31 +82,25 @@ class RemoteMemory:
         """How many bytes each has."""
         self.early = EarlyFrameBuffer(self.lengths)
         """What has come of a gradient that is still being computed."""
-        self.buffer: WorkerBuffer
+        self.buffer: WorkerBuffer = SpareBuffer(arriving, part, optimizer, SharedParameters(), reply)
         self.take: Callable[[Sequence[memoryview]], None]
         """Has the buffer's gradient be what came in these frames, which fit."""
         self.answer: Callable[[Parameters, int], tuple[Parameters | CodedParameters, Sequence[memoryview]]]
         """Returns the answer to a worker that holds the parameters of this number, and the frames behind it."""
         stepped = list(optimizer.values.split([stop - start for start, stop in ranges]))
-        self.passing = codec is None and at_once
+        self.passing = codec is None
         """Whether the parameters leave from where they are stepped."""
         if codec is not None:
             self.take = partial(wire_precision.decode, codec, places=self.places)
-            self.buffer = SpareBuffer(arriving, part, optimizer, SharedParameters(), reply)
             self.answer = CodedAnswers(codec, stepped).answer
             return
         self.take = partial(wire_precision.fill, self.places, dtype=layout.torch_dtype)
-        leaving = wire_precision.memory_of(stepped if self.passing else self.places)
+        leaving = wire_precision.memory_of(stepped)
         self.answer = lambda parameters, _: (parameters, leaving)
         within = find(optimizer.pieces, ranges, layout.itemsize)
         if within is not None:
-            parameters = SharedParameters() if self.passing else ParameterCopy(arriving, part, optimizer)
-            self.buffer = in_frames = FrameBuffer(within, layout.torch_dtype, parameters, reply)
+            self.buffer = in_frames = FrameBuffer(within, layout.torch_dtype, SharedParameters(), reply)
             self.take = in_frames.take
-        elif self.passing:
-            self.buffer = SpareBuffer(arriving, part, optimizer, SharedParameters(), reply)
-        else:
-            self.buffer = SegmentBuffer(arriving, part, optimizer, reply)
 
 
 def find(pieces: Sequence[Piece], ranges: Ranges, itemsize: int) -> list[tuple[int, int, int]] | None:

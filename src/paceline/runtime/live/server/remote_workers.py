@@ -230,7 +230,7 @@ class RemoteWorkers:
         """Makes new memory for this worker, if it is on another host."""
         if sender not in self.workers:
             return None
-        memory = RemoteMemory(self.state, self.multihost.wire, not self.multihost.keys, self.answer)
+        memory = RemoteMemory(self.state, self.multihost.wire, self.answer)
         self.workers[sender].memory = memory
         return memory.buffer
 

@@ -1,7 +1,7 @@
 """Gradients that leave for other hosts from the tensors where backward has left them, without a copy.
 
-This is chosen if every server is on another host, on connections without keys (encrypting copies anyway) and with
-floats as they are. A gradient that does not lie as it is sent, or is in many small tensors, is copied all the same.
+This is chosen if every server is on another host and floats travel as they are. A gradient that does not lie as it is
+sent, or is in many small tensors, is copied all the same.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ class ServerConnections:
         """What travels to other hosts and back, once a server is there."""
         assert self.run.config.multihost is not None
         memory, multihost = self.memory, self.run.config.multihost
-        gathered = None if multihost.keys else memory.gathered
         codec = wire_precision.codec_of(multihost.wire)
-        return RemotePayload(memory.layout, memory.own, memory.gradient, gathered, codec)
+        return RemotePayload(memory.layout, memory.own, memory.gradient, memory.gathered, codec)
 
     # Links.
 
