@@ -9,7 +9,7 @@ import pytest
 from paceline.runtime.live.storage import file_transfer
 
 
-@pytest.mark.parametrize("size", [0, 1, file_transfer.FRAME, file_transfer.FRAME + 1, 3 * file_transfer.FRAME])
+@pytest.mark.parametrize("size", [0, 1, file_transfer.PIECE, file_transfer.PIECE + 1, 3 * file_transfer.PIECE])
 def test_a_file_arrives_as_it_left(size: int, tmp_path: Path) -> None:
     source, there = tmp_path / "source", tmp_path / "there"
     there.mkdir()

@@ -1,8 +1,8 @@
 """The driver's conversations with the agents of other hosts.
 
-An agent that says nothing for `LOST_S` is given up with all its processes: others do not wait for it any more. When it
-speaks again it is dismissed; it then ends what it still has and offers its places anew, and the workers come back as
-new incarnations. Nobody else decides who is a member (docs/decisions/0020).
+An agent that says nothing for `LOST_S`, longer where its line is slow, is given up with all its processes: others do not
+wait for it any more. When it speaks again it is dismissed; it then ends what it still has and offers its places anew, and
+the workers come back as new incarnations. Nobody else decides who is a member (docs/decisions/0020).
 """
 
 from __future__ import annotations
@@ -106,8 +106,12 @@ class AgentConversations:
 
     def _welcome(self, name: bytes, numbered: agent_messages.Numbered, arrive: agent_messages.Arrive) -> None:
         agent_validation.check_offer(arrive)
-        send = self.hosts.listener.send
-        channel = ReliableChannel(numbered.session, lambda message, frames: send(name, message, frames))
+        listener = self.hosts.listener
+        channel = ReliableChannel(
+            numbered.session,
+            lambda message, frames: listener.send(name, message, frames),
+            lambda: listener.connected(name) and not listener.is_sending(name),
+        )
         channel.accept(numbered)
         self.sessions[name] = numbered.session
         self.arrivals.welcome(RemoteHost(name, printable(arrive.host[:100]), channel, arrive.servers), arrive)
@@ -116,7 +120,9 @@ class AgentConversations:
         pong = agent_messages.encode(agent_messages.Pong())
         for host in list(self.hosts.hosts.values()):
             host.channel.tick(pong)
-            if host.channel.silent_s > LOST_S:
+            if self.hosts.listener.connected(host.name):
+                host.patience_s = self.hosts.listener.patience_s(host.name)
+            if host.channel.silent_s > LOST_S + host.patience_s:
                 self.arrivals.give_up(host, f"has been silent for {host.channel.silent_s:.1f} s")
 
     def await_ended(self) -> None:

@@ -75,6 +75,8 @@ class RemoteHost:
     children: dict[tuple[Role, int, int], RemoteChild] = field(default_factory=dict)
     shards: tuple[int, ...] = ()
     """Which servers its places are for, if its launcher says."""
+    patience_s: float = 0.0
+    """How much longer than usual it may be silent, as its line was when it was last connected."""
     last_code: int = 0
     """With which the last of them that ended has."""
 

@@ -16,7 +16,8 @@ from paceline.runtime.live.protocol.agent_messages import Numbered, encode
 
 KEEPALIVE_S = 0.5
 RETRANSMIT_S = 2.0
-"""Everything unacknowledged is retransmitted when the other side has acknowledged nothing new for so long."""
+"""Everything unacknowledged is retransmitted when the other side has acknowledged nothing new for so long, unless it is
+still on its way: on a thin line it would come twice, and what is behind it later."""
 
 Frames = Sequence[bytes | memoryview]
 
@@ -25,12 +26,12 @@ class ReliableChannel:
     """One side of a channel. `transmit` hands an encoded message to the present connection, or drops it."""
 
     def __init__(
-        self, session: str, transmit: Callable[[bytes, Frames], object], is_connected: Callable[[], bool] = lambda: True
+        self, session: str, transmit: Callable[[bytes, Frames], object], is_idle: Callable[[], bool] = lambda: True
     ) -> None:
-        """While `is_connected` is false nothing is retransmitted."""
+        """While `is_idle` is false nothing is retransmitted: there is no connection, or what was sent is on its way."""
         self.session = session
         self.transmit = transmit
-        self.is_connected = is_connected
+        self.is_idle = is_idle
         self.number = 0
         """The number of the last message that was sent."""
         self.received = 0
@@ -80,7 +81,7 @@ class ReliableChannel:
     def tick(self, keepalive: bytes) -> None:
         """Retransmits when that is due, and otherwise sends `keepalive` if nothing was sent lately."""
         now = time.monotonic()
-        if self.unacknowledged and now - self.progress_s > RETRANSMIT_S and self.is_connected():
+        if self.unacknowledged and now - self.progress_s > RETRANSMIT_S and self.is_idle():
             self.retransmit()
         elif now - self.sent_s >= KEEPALIVE_S:
             self.send_unreliable(keepalive)

@@ -137,6 +137,16 @@ class RemoteListener:
         self.disconnect(name)
         return False
 
+    def is_sending(self, name: bytes) -> bool:
+        """Whether something of what was sent to that process has not left, or is on its way."""
+        connection = self.connections.named.get(name)
+        return connection is not None and self.transport.is_sending(connection.route)
+
+    def patience_s(self, name: bytes) -> float:
+        """How much longer than usual that process may be silent, as its line is."""
+        connection = self.connections.named.get(name)
+        return 0.0 if connection is None else self.transport.patience_s(connection.route)
+
     def disconnect(self, name: bytes) -> None:
         """Ends a connection over which nonsense came, or that is not read. The process may reconnect and repeat it."""
         if self.connections.disconnect(name):
@@ -266,6 +276,11 @@ class RemoteLink:
         if not self.gone:
             self.outbox.append((wrapped(message, frames), may_change))
             self._update_connection()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is connected, and nothing of what was sent is still on its way."""
+        return self.is_connected and not self.outbox and not self.transport.is_sending(b"")
 
     def disconnect(self) -> None:
         """Ends a connection over which nonsense came: the link is `gone`."""

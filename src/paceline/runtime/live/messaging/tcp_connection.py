@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,15 +23,18 @@ LOW_WATER = 1 << 18
 """Bytes of a large part that are waited for at least."""
 VIEWS = 512
 """Pieces of memory that the kernel takes at once."""
-SILENT_MS = 1500
+SILENT_S = 1.5
 PROBES = 2
 OPTIONS = (
     (socket.TCP_NODELAY, 1),
     (socket.TCP_KEEPIDLE, 1),
     (socket.TCP_KEEPINTVL, 1),
-    (socket.TCP_KEEPCNT, PROBES),
+    (socket.TCP_KEEPCNT, 100),
 )
-"""When nothing was said for a second the kernel probes the other end, once a second."""
+"""When nothing was said for a second the kernel probes the other end, once a second. How many of these may stay without
+an answer depends on the line (`TcpConnection.is_silent`)."""
+PATIENCE = 4
+"""How many round trips somebody may be silent longer where they take long: what was lost is sent again, twice."""
 
 
 class TcpConnection:
@@ -133,7 +138,23 @@ class TcpConnection:
 
     def is_silent(self) -> bool:
         """Whether the other end has not confirmed for too long what was sent, though it was sent again."""
-        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        info = self._info()
         retransmits, probes = info[2], info[3]
         unacked, last_ack_ms = struct.unpack_from("I", info, 24)[0], struct.unpack_from("I", info, 56)[0]
-        return last_ack_ms > SILENT_MS and bool((unacked and retransmits) or probes > PROBES)
+        limit_s = SILENT_S + PATIENCE * self.round_trip_s()
+        return last_ack_ms > 1000 * limit_s and bool((unacked and retransmits) or probes >= PROBES)
+
+    def round_trip_s(self) -> float:
+        """Returns how long a packet and its answer take, with four deviations: seconds where a thin line is full."""
+        rtt_us, deviation_us = struct.unpack_from("II", self._info(), 68)
+        return float(rtt_us + 4 * deviation_us) / 1e6
+
+    def is_sending(self) -> bool:
+        """Whether something of what was sent has not left, or is on its way."""
+        if self.has_unsent:
+            return True
+        queued = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        return bool(struct.unpack("i", queued)[0])
+
+    def _info(self) -> bytes:
+        return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 76)

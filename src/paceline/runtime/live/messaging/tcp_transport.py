@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from paceline.runtime.live.messaging.addresses import host_and_port
 from paceline.runtime.live.messaging.greetings import KeyedAnswer, KeyedCall, OpenAnswer, OpenCall
 from paceline.runtime.live.messaging.keys import KeyPair
-from paceline.runtime.live.messaging.tcp_connection import TcpConnection
+from paceline.runtime.live.messaging.tcp_connection import PATIENCE, TcpConnection
 from paceline.runtime.live.messaging.tcp_framing import SCRATCH, ConnectionLimits, FramePlacement
 from paceline.runtime.live.messaging.transport import (
     BROKE_OFF,
@@ -121,6 +121,14 @@ class TcpTransport:
         if may_change:
             message.keep()
         return True
+
+    def is_sending(self, route: bytes) -> bool:
+        connection = self.routes.get(route)
+        return connection is not None and connection.is_sending()
+
+    def patience_s(self, route: bytes) -> float:
+        connection = self.routes.get(route)
+        return PATIENCE * connection.round_trip_s() if connection is not None else 0.0
 
     def has_room(self) -> bool:
         """Whether some connection takes more messages."""
@@ -238,7 +246,8 @@ class TcpTransport:
         if self.acceptor is not None:
             self.epoll.modify(self.acceptor.fileno(), IN)
         for connection in list(self.connections.values()):
-            if not connection.reader.is_established and now - connection.began_s > HANDSHAKE_S:
+            limit_s = HANDSHAKE_S + PATIENCE * connection.round_trip_s()
+            if not connection.reader.is_established and now - connection.began_s > limit_s:
                 self._lose(connection, BROKE_OFF if connection.has_greeted else UNREACHED)
             elif connection.reader.is_established and connection.is_silent():
                 self._lose(connection, "")
@@ -293,6 +302,14 @@ class ThreadedTransport:
             sent = self.transport.send(route, parts, may_change)
             self.full = not sent and self.transport.acceptor is None
             return sent
+
+    def is_sending(self, route: bytes) -> bool:
+        with self.lock:
+            return self.transport.is_sending(route)
+
+    def patience_s(self, route: bytes) -> float:
+        with self.lock:
+            return self.transport.patience_s(route)
 
     def receive(self) -> ReceivedMessage | None:
         with self._used():

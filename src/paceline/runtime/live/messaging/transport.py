@@ -124,6 +124,12 @@ class Transport(Protocol):
         The memory of `parts` must not change before it has arrived, unless it is said that it `may_change`.
         """
 
+    def is_sending(self, route: bytes) -> bool:
+        """Whether something of what was sent there has not left, or is on its way."""
+
+    def patience_s(self, route: bytes) -> float:
+        """How much longer than usual somebody at the end of this route may be silent, as the line is."""
+
     def receive(self) -> ReceivedMessage | None:
         """Returns the next message, if there is one."""
 

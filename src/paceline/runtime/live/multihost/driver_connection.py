@@ -45,7 +45,7 @@ class DriverConnection:
 
     def begin_session(self) -> None:
         """Forgets what was sent and received so far: a new channel begins."""
-        self.channel = ReliableChannel(secrets.token_hex(8), self.link.send, lambda: self.link.is_connected)
+        self.channel = ReliableChannel(secrets.token_hex(8), self.link.send, lambda: self.link.is_idle)
 
     def send(self, message: agent_messages.FromAgent, frames: Frames = ()) -> None:
         self.channel.send(agent_messages.encode(message), frames)

@@ -54,7 +54,7 @@ class RemoteNeighbour:
 
     def __init__(self, link: RemoteLink, session: str) -> None:
         self.link = link
-        self.channel = ReliableChannel(session, link.send)
+        self.channel = ReliableChannel(session, link.send, lambda: link.is_idle)
         self.lent: deque[tuple[int, int, int]] = deque()
         """(number of the parcel, slot, serial number) of parameters that are not known to have arrived."""
         self.connected_s = time.monotonic()

@@ -17,7 +17,6 @@ from pathlib import Path, PurePosixPath
 from msgspec import structs
 
 from paceline.errors import PacelineError
-from paceline.runtime.live.messaging.transport import FRAME
 from paceline.runtime.live.protocol import resizing_messages, wire
 from paceline.runtime.live.storage import shared_memory
 from paceline.runtime.live.storage.final_parameters import final_name
@@ -27,6 +26,8 @@ CHECKPOINT_IN, CHECKPOINT_OUT = "checkpoint-in", "checkpoint-out"
 OF_SHARD = "of-{shard}-{name}"
 """Files in the driver's folder: the vectors as a server of another host has written them, of which its part counts."""
 OTHERS = "others"
+PIECE = 1 << 17
+"""Bytes that travel together: other messages pass between, and what a broken connection has to repeat is less."""
 LARGEST = 1 << 38
 """Bytes of a file that is taken from another host."""
 FROM_DRIVER = re.compile(
@@ -138,7 +139,7 @@ def pieces(path: Path) -> Iterator[tuple[int, int, bytes]]:
         size = path.stat().st_size
         offset = 0
         while True:
-            content = file.read(FRAME)
+            content = file.read(PIECE)
             yield offset, size, content
             offset += len(content)
             if offset >= size or not content:
