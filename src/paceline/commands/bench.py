@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from paceline.bench import exchange, peer_exchange, safety, start, straggler, tcp_exchange
+from paceline.bench import exchange, peer_exchange, safety, start, straggler, tcp_exchange, thin
 from paceline.commands.benchmark import Benchmark, print_rows
 from paceline.commands.run import check_script
 from paceline.commands.tables import print_table
 from paceline.commands.terminal import print_plain
 from paceline.errors import ConfigError
-from paceline.tensors import fused_kernels
+from paceline.tensors import fused_kernels, wire_precision
 
 
 @dataclass(kw_only=True)
@@ -94,6 +94,44 @@ class BenchStraggler(Benchmark):
             if value is not None:
                 print_plain(f"the best policy is {value:.2f}x sooner than {peer}")
         return {"rows": rows, "ratio": ratio}
+
+
+@dataclass(kw_only=True)
+class BenchThin(Benchmark):
+    """Training over thin lines between three hosts (network namespaces: as root), beside DDP over Gloo.
+
+    paceline bench thin --json thin.json                          # half an hour
+    paceline bench thin --lines 10Mbit/100ms --steps 128 --batch 2
+    """
+
+    lines: tuple[str, ...] = ("50Mbit/50ms", "10Mbit/100ms")
+    """Rate and delay one way. Over the first one is trained to the end, over the others for --rounds rounds."""
+    workload: str = "char-transformer:width=256,layers=4,context=32"
+    """What is trained."""
+    optimizer: str = "adamw:lr=0.001"
+    """The workers' own optimizer; without local steps the servers'."""
+    batch: int = 4
+    """Samples of a worker's step."""
+    steps: int = 1280
+    """Steps of each worker."""
+    local_steps: int = 64
+    """Steps of a round."""
+    rounds: int = 2
+    """Rounds over the lines after the first."""
+    wire: str = "int4"
+    """How floats travel over the lines."""
+
+    def measure(self) -> dict[str, Any]:
+        wire_precision.check_wire(self.wire)
+        lines = [thin.read_line(line) for line in self.lines]
+        setting = thin.Setting(self.workload, self.optimizer, self.batch, self.steps)
+        rows = thin.run(setting, lines, self.local_steps, self.wire, self.rounds, print_plain)
+        columns = {
+            "line": "{0.link}", "name": "{0.name}", "steps": "{0.steps}", "time": "{0.time_s:.0f} s",
+            "computing": "{0.computing_share:.0%}", "loss": "{0.loss:.4f}", "bytes": "{0.bytes:,}",
+        }  # fmt: skip
+        print_rows("thin lines, three hosts", columns, rows, text=("line", "name"))
+        return {"rows": rows}
 
 
 @dataclass(kw_only=True)

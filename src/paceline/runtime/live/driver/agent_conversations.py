@@ -1,8 +1,8 @@
 """The driver's conversations with the agents of other hosts.
 
-An agent that says nothing for `LOST_S`, longer where its line is slow, is given up with all its processes: others do not
-wait for it any more. When it speaks again it is dismissed; it then ends what it still has and offers its places anew, and
-the workers come back as new incarnations. Nobody else decides who is a member (docs/decisions/0020).
+An agent that says nothing for `LOST_S`, longer where its line is slow, is given up with all its processes: others do
+not wait for it any more. When it speaks again it is dismissed; it then ends what it still has and offers its places
+anew, and the workers come back as new incarnations. Nobody else decides who is a member (docs/decisions/0020).
 """
 
 from __future__ import annotations
