@@ -11,13 +11,12 @@ from paceline import cli, simulate, workloads
 from paceline.api import Job, train_job_live
 from paceline.errors import ConfigError, PacelineError
 from paceline.reproductions import CATALOGUE, find
-from paceline.runtime.virtual import cuda_graphs
+from paceline.runtime.virtual import cuda_graphs, tensor_backends
 from paceline.runtime.virtual.cuda_graphs import Lane, Replayed
 from paceline.runtime.virtual.gradients import Gradients, OneByOne, ways_to_compute
+from paceline.tensors.device_optimizer import DeviceOptimizer
 from paceline.tensors.devices import CPU, check_device, deterministic
 from paceline.tensors.layout import flatten, layout_of
-from paceline.tensors.optimizers import parse
-from paceline.tensors.shard_optimizer import ShardOptimizer
 from paceline.workloads.base import Workload, moved
 
 WITHOUT_GRADIENTS = ("zipline-search", "fluentps-overlap")
@@ -187,22 +186,24 @@ def test_the_cpu_has_no_graphs() -> None:
     assert [way.name for way in ways_to_compute(workload, module, layout)] == ["vmap", "one by one"]
 
 
-@pytest.mark.parametrize("text", ["sgd:lr=0.1", "sgd:lr=0.1,momentum=0.9", "adam:lr=0.01,ema=0.9", "asgd:lr=0.1"])
-def test_an_elementwise_optimizer_steps_all_tensors_as_one(text: str) -> None:
-    workload = workloads.load("quadratic")
-    layout = layout_of([("a", torch.zeros(3, 4), 0), ("b", torch.zeros(5), 0), ("c", workload.train[0][:2], 0)])
-    generator = torch.Generator().manual_seed(0)
-    start, part = torch.randn(layout.numel, generator=generator), slice(2, 27)
-    steps = [torch.randn(25, generator=generator) for _ in range(3)]
-    ends = []
-    for used in (layout, layout.joined()):
-        values = start[part].clone()
-        optimizer = ShardOptimizer(used, part, values, parse(text))
-        for step in steps:
-            optimizer.apply([optimizer.cut(step), optimizer.cut(step + 1)], 0.5)
-        ends.append(values)
-        assert len(optimizer.pieces) == (3 if used is layout else 1)
-    assert torch.allclose(*ends, atol=1e-7)
+@pytest.mark.parametrize("policy", ["bsp", "asp", "hop:graph=ring"])
+@pytest.mark.parametrize("text", ["sgd:lr=0.1,clip_mean=0.5", "adam:lr=0.01,ema=0.9,clip=1", "adafactor:lr=0.01"])
+def test_a_device_steps_as_the_cpu_does(text: str, policy: str, monkeypatch) -> None:
+    if "clip_mean" in text and policy != "bsp":
+        text = text.partition(",")[0]
+
+    def run():
+        servers = None if policy[:3] == "hop" else 2
+        return simulate("digits-mlp", policy, workers=3, servers=servers, iterations=6, optimizer=text, dtype="float64")
+
+    expected = run()
+    monkeypatch.setattr(tensor_backends, "ShardOptimizer", DeviceOptimizer)
+    found = run()
+    for name, value in found.parameters.items():
+        assert torch.allclose(value, expected.parameters[name], atol=1e-10), name
+    assert found.average.keys() == expected.average.keys()
+    for name, value in found.average.items():
+        assert torch.allclose(value, expected.average[name], atol=1e-10), name
 
 
 # CUDA graphs, with streams that do everything at once.
@@ -249,7 +250,7 @@ def without_cuda(monkeypatch) -> None:
 
 
 def lanes_of(make_module) -> tuple[Replayed, nn.Module]:
-    """Replays 19 rows and then 3, and compares them with the loop; returns what did so, and the loop's module."""
+    """Replays 19 rows, 3, and 5 with a smaller batch, and compares; returns what did so, and the loop's module."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(40, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
     workload = Workload("own", make_module, nn.functional.cross_entropy, data, data)
@@ -259,11 +260,12 @@ def lanes_of(make_module) -> tuple[Replayed, nn.Module]:
     samples = torch.randint(0, 40, (19, 5), generator=generator)
     called = parameters, data[0][samples], data[1][samples]
     replayed, loop = Replayed(workload, modules[0], layout), OneByOne(workload, modules[1], layout)
-    for rows in (19, 3):
+    smaller = parameters, called[1][:, :2], called[2][:, :2]
+    for rows, parts in ((19, called), (3, called), (5, smaller)):
         drawn = torch.get_rng_state()
-        ours = replayed(*(part[:rows] for part in called))
+        ours = replayed(*(part[:rows] for part in parts))
         torch.set_rng_state(drawn)
-        assert torch.allclose(ours, loop(*(part[:rows] for part in called)), atol=1e-6)
+        assert torch.allclose(ours, loop(*(part[:rows] for part in parts)), atol=1e-6)
     return replayed, modules[1]
 
 
@@ -276,13 +278,16 @@ def test_graphs_share_the_rows_and_each_row_gets_its_own_gradient(without_cuda) 
             self.unused = nn.Parameter(torch.ones(2))
 
     replayed, _ = lanes_of(Part)
-    assert [lane.replays for lane in replayed.lanes] == [4, 4, 4, 2, 2, 2, 2, 2]
+    assert [[lane.replays for lane in lanes] for lanes in replayed.lanes.values()] == [
+        [4, 4, 4, 2, 2, 2, 2, 2],
+        [1] * 5,
+    ]
 
 
 def test_one_graph_follows_the_other_where_a_module_keeps_statistics_or_draws(without_cuda) -> None:
     replayed, module = lanes_of(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
-    assert len(replayed.lanes) == 1
+    assert [len(lanes) for lanes in replayed.lanes.values()] == [1, 1]
     for ours, theirs in zip(replayed.module.buffers(), module.buffers(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6), "what was computed before the recording has left no trace"
     replayed, _ = lanes_of(lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)))
-    assert len(replayed.lanes) == 1
+    assert [len(lanes) for lanes in replayed.lanes.values()] == [1, 1]

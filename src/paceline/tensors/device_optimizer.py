@@ -179,15 +179,16 @@ class DeviceOptimizer:
     def _mean(self, gradients: Sequence[Sequence[Tensor]], shares: Sequence[float], factor: float) -> SlicedGradient:
         """Returns the mean of the gradients times `factor`; one alone that lies in one vector as it is, if that is
         1."""
-        first, *others = gradients
-        if not others and factor == 1 and isinstance(first, SlicedGradient):
-            return first
-        sums = list(self.scratch)
-        torch._foreach_copy_(sums, list(first))
+        if len(gradients) == 1 and factor == 1 and isinstance(gradients[0], SlicedGradient):
+            return gradients[0]
+        parts, sums = [each.runs for each in gradients if isinstance(each, SlicedGradient)], self.scratch.runs
+        if len(parts) < len(gradients):
+            parts, sums = [list(each) for each in gradients], list(self.scratch)
+        torch._foreach_copy_(sums, parts[0])
         if shares:
             torch._foreach_mul_(sums, shares[0])
-        for number, other in enumerate(others, 1):
-            torch._foreach_add_(sums, list(other), alpha=shares[number] if shares else 1)
+        for number, part in enumerate(parts[1:], 1):
+            torch._foreach_add_(sums, part, alpha=shares[number] if shares else 1)
         scale = factor if shares else factor / len(gradients)
         if scale != 1:
             torch._foreach_mul_(sums, scale)

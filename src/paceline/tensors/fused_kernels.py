@@ -89,7 +89,8 @@ def step(
         _passes.step(address(values, where), addresses(gradients, where), addresses(targets, where), rate, size(where))
         return
     own = len(gradients) > 1 and scratch is gradients[0]
-    for here in parts_of(values, where):
+    for at in range(where.start, where.stop, PART):
+        here = slice(at, min(at + PART, where.stop))
         each = [gradient[here] for gradient in gradients]
         new = values[here].add_(sum_into(each, each[0] if own else scratch), alpha=rate)
         for target in targets:
@@ -102,7 +103,8 @@ def step_on_each(values: Tensor, gradients: Sequence[Tensor], rates: Sequence[fl
     if _passes is not None and are_plain_float32((values, *gradients), where):
         _passes.step_on_each(address(values, where), addresses(gradients, where), tuple(rates), size(where))
         return
-    for here in parts_of(values, where):
+    for at in range(where.start, where.stop, PART):
+        here = slice(at, min(at + PART, where.stop))
         latest = values[here]
         for gradient, rate in zip(gradients, rates, strict=True):
             latest = torch.add(latest, gradient[here], alpha=rate, out=gradient[here])
@@ -174,12 +176,6 @@ def weighted_sum_into(pieces: Sequence[Tensor], shares: Sequence[float], where: 
     for piece, share in zip(pieces[1:], shares[1:], strict=True):
         total.add_(piece, alpha=share)
     return total
-
-
-def parts_of(values: Tensor, where: slice) -> list[slice]:
-    """Returns the range in parts that fit a cache; as one on a GPU, where each call of torch is a launch."""
-    longest = PART if values.is_cpu else max(1, size(where))
-    return [slice(at, min(at + longest, where.stop)) for at in range(where.start, where.stop, longest)]
 
 
 def address(vector: Tensor, where: slice) -> int:

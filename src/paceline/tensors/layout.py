@@ -90,10 +90,6 @@ class Layout(Struct, frozen=True, array_like=True):
         """Returns a vector that can hold all tensors, not filled in; on the CPU if no device is named."""
         return torch.empty(self.numel, dtype=self.torch_dtype, device=device)
 
-    def joined(self) -> Layout:
-        """Returns the same vector as if it were one tensor of one group, for elementwise optimizers of one group."""
-        return Layout((Entry("all", (self.numel,), 0),), self.dtype, "tensors")
-
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns the tensors of the model as views of `flat`."""
         views, start = [], 0

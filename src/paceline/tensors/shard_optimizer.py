@@ -119,11 +119,10 @@ class ShardOptimizer:
             spec.piece_optimizer(tensor, piece.group, self.step_schedule, average, layout.entries[piece.entry].shape)
             for piece, tensor, average in zip(self.pieces, self.cuts, averages, strict=True)
         ]
-        at_once = min(fused_kernels.PART, len(values)) if values.is_cpu else len(values)
-        longest = max((at_once, *(piece.length for piece in self.pieces)))
+        longest = max((min(fused_kernels.PART, len(values)), *(piece.length for piece in self.pieces)))
         self.threads = threads.for_elements(len(values))
         most = max(self.threads)
-        self.scratch = [torch.empty(longest, dtype=values.dtype, device=values.device) for _ in range(most)]
+        self.scratch = [torch.empty(longest, dtype=values.dtype) for _ in range(most)]
         self.whole = [Share(number, slice(0, run.length)) for number, run in enumerate(self.runs)]
         self.shares = [
             Share(number, slice(at, min(at + PIECE, run.length)))

@@ -70,7 +70,8 @@ class Lane:
 class Replayed:
     """Computes gradients by replaying graphs, on several streams at once.
 
-    A module that draws random numbers or changes its buffers has one stream: its computations must follow each other.
+    There are graphs for each size of a batch that is met. A module that draws random numbers or changes its buffers has
+    one stream: its computations must follow each other.
     """
 
     name = "CUDA graphs"
@@ -79,42 +80,39 @@ class Replayed:
         self.workload = workload
         self.module = module
         self.layout = layout
-        self.lanes: list[Lane] = []
+        self.in_turn = False
+        """Whether computations must follow each other."""
+        self.lanes: dict[torch.Size, list[Lane]] = {}
+        """The lanes for each shape of a batch."""
 
     def __call__(self, parameters: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        if not self.lanes:
-            self.lanes = self.record(parameters[0], x[0], y[0])
+        lanes = self.lanes.setdefault(x.shape[1:], [])
+        while len(lanes) < (1 if self.in_turn else min(LANES, len(parameters))):
+            lanes.append(self.record(parameters[0], x[0], y[0]))
         gradients = torch.empty_like(parameters)
         current = torch.cuda.current_stream(parameters.device)
-        for lane in self.lanes:
+        for lane in lanes:
             lane.stream.wait_stream(current)
         for row, each in enumerate(zip(parameters, x, y, gradients, strict=True)):
-            self.lanes[row % len(self.lanes)].replay(*each)
-        for lane in self.lanes:
+            lanes[row % len(lanes)].replay(*each)
+        for lane in lanes:
             current.wait_stream(lane.stream)
         return gradients
 
-    def record(self, parameters: Tensor, x: Tensor, y: Tensor) -> list[Lane]:
-        """Returns lanes with their graphs. The module's buffers and the random numbers stay as they are."""
-
-        def lane() -> Lane:
-            made = Lane(self.workload, self.module, self.layout, parameters, x, y)
-            made.warm_up()
-            return made
-
+    def record(self, parameters: Tensor, x: Tensor, y: Tensor) -> Lane:
+        """Returns a lane with its graph. The module's buffers and the random numbers stay as they are."""
         buffers = list(self.module.buffers())
         held = [buffer.clone() for buffer in buffers]
         drawn = torch.cuda.get_rng_state(parameters.device)
-        lanes = [lane()]
+        lane = Lane(self.workload, self.module, self.layout, parameters, x, y)
+        lane.warm_up()
         changed = any(not torch.equal(now, before) for now, before in zip(buffers, held, strict=True))
-        if not changed and torch.equal(torch.cuda.get_rng_state(parameters.device), drawn):
-            lanes += [lane() for _ in range(LANES - 1)]
-        for each in lanes:
-            each.record()
+        self.in_turn = changed or not torch.equal(torch.cuda.get_rng_state(parameters.device), drawn)
+        lane.record()
         for buffer, before in zip(buffers, held, strict=True):
             buffer.copy_(before)
         torch.cuda.set_rng_state(drawn, parameters.device)
-        return lanes
+        return lane
 
 
 @contextmanager

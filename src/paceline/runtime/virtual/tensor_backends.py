@@ -20,6 +20,7 @@ from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.world import SimulationPlan
 from paceline.sample_order import SHUFFLED, Batch, sample_order_of
+from paceline.tensors.device_optimizer import DeviceOptimizer, SliceOptimizer
 from paceline.tensors.devices import CPU
 from paceline.tensors.layout import EPS, Part, flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
@@ -91,15 +92,10 @@ class TensorBackend(Backend):
         """Without servers: when, and how far from their average the peers were."""
         self.reached_s: float | None = None
 
-    def optimizer(self, part: Part, values: Tensor) -> ShardOptimizer:
-        """Makes what steps a part of the parameters.
-
-        On a GPU each call of torch costs more than stepping a whole slice, so an elementwise optimizer has all tensors
-        as one.
-        """
-        spec = self.training.optimizer
-        together = self.device != CPU and spec.borders == "anywhere"
-        return ShardOptimizer(self.layout.joined() if together else self.layout, part, values, spec)
+    def optimizer(self, part: Part, values: Tensor) -> SliceOptimizer:
+        """Makes what steps a part of the parameters, where they are."""
+        make = ShardOptimizer if self.device == CPU else DeviceOptimizer
+        return make(self.layout, part, values, self.training.optimizer)
 
     def order(self, process: Process, iteration: int, parameters: Tensor) -> float:
         """Have a gradient computed on these parameters some time, and on the samples that are the worker's turn."""
@@ -215,7 +211,7 @@ class PeerTensors(TensorBackend):
     def __init__(self, plan: SimulationPlan, training: Training, engine: Engine, watch: Watcher | None = None) -> None:
         super().__init__(plan, training, engine, watch)
         self.initial = self.flat.clone()
-        self.peers: dict[int, ShardOptimizer] = {}
+        self.peers: dict[int, SliceOptimizer] = {}
         self.begun: set[int] = set()
         """Those that have parameters to compute with: one that joins has none until neighbours have sent it some."""
         self.received: dict[int, dict[Handle, Tensor]] = {}
@@ -264,7 +260,7 @@ class PeerTensors(TensorBackend):
         for handle, weight in zip(action.handles, action.weights, strict=True):
             values.add_(received.pop(handle), alpha=weight)
 
-    def holders(self) -> list[ShardOptimizer]:
+    def holders(self) -> list[SliceOptimizer]:
         """Whose parameters count: of those who are there, the ones that have begun; at the start all are alike."""
         return [self.peers[rank] for rank in self.peers if rank in self.begun] or list(self.peers.values())
 
