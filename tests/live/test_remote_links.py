@@ -234,8 +234,9 @@ def test_no_key_is_refused(keyed: Ear) -> None:
     assert link.refused.startswith(f"{keyed.address} broke off: it may have another key, or keys where we have none")
 
 
-def test_a_listener_with_another_key_is_not_spoken_to(keyed: Ear) -> None:
-    link = keyed.link(b"0:0", server_key=make_keys().public)
+@pytest.mark.parametrize("key", [make_keys().public, 40 * "0", ""], ids=["another", "zero", "none"])
+def test_a_listener_with_another_key_is_not_spoken_to(keyed: Ear, key: str) -> None:
+    link = keyed.link(b"0:0", server_key=key or "00000")
     link.send(b"secret")
     keyed.until(lambda: link.refused)
     assert link.refused.startswith(f"{keyed.address} broke off: it may have another key")

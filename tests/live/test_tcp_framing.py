@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -34,12 +34,14 @@ class Line:
 
 
 def encoded(parts: Sequence[bytes], outgoing: Seals) -> bytes:
-    message, sent = OutgoingMessage(parts, outgoing), b""
-    while message.ready:
-        sent += b"".join(message.ready)
+    return b"".join(steps(OutgoingMessage(parts, outgoing)))
+
+
+def steps(message: OutgoingMessage) -> Iterator[bytes]:
+    while message.ready or message.section is not None:
+        message.refill()
+        yield b"".join(message.ready)
         message.ready.clear()
-        message.seal_more()
-    return sent
 
 
 def feed(reader: MessageReader, data: bytes, cuts: random.Random) -> None:
@@ -155,10 +157,8 @@ def test_messages_may_be_made_before_others_have_left(secure: bool, monkeypatch:
         for part in memory[number]:
             part[:] = bytes(len(part))
     for message in waiting:
-        while message.ready:
-            feed(line.listener, b"".join(message.ready), line.cuts)
-            message.ready.clear()
-            message.seal_more()
+        for step in steps(message):
+            feed(line.listener, step, line.cuts)
     assert [[bytes(part) for part in parts or ()] for parts in line.listener.messages] == said
 
 

@@ -88,6 +88,7 @@ class KeyedCall:
     """A caller that knows the listener's public key."""
 
     def __init__(self, pair: KeyPair, listener: str) -> None:
+        """Raises `HandshakeFailed` if the listener's key is none."""
         self.handshake = CallerHandshake(pair, listener, KEYED)
         self.first = KEYED + self.handshake.call()
 

@@ -75,11 +75,11 @@ class TcpConnection:
             self.has_greeted = True
         while self.outgoing:
             message = self.outgoing[0]
+            message.refill()
             advance(message.ready, self.socket.sendmsg(message.ready[:VIEWS]))
             if message.ready:
                 return
-            message.seal_more()
-            if not message.ready:
+            if message.section is None:
                 self.outgoing.popleft()
 
     def drop(self) -> None:

@@ -65,12 +65,14 @@ class OutgoingMessage:
         """What comes after it, the last first."""
         self.section = seals.begin_outgoing(sum(lengths[1:])) if len(lengths) > 1 else None
         """The last section; None if its seal is among what is ready, or sent."""
-        self.seal_more()
+        self.is_first = True
+        """Whether nothing of it was sealed yet."""
 
-    def seal_more(self) -> None:
-        """Makes the next step ready, when nothing is."""
-        if self.section is None:
+    def refill(self) -> None:
+        """Makes the next step ready if the one before has left, or there was none: the message has its turn."""
+        if self.section is None or (self.ready and not self.is_first):
             return
+        self.is_first = False
         step, room = [], self.section.step
         while self.rest and room:
             view = self.rest.pop()

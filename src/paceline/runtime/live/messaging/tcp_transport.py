@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from paceline.runtime.live.messaging.addresses import host_and_port
 from paceline.runtime.live.messaging.greetings import KeyedAnswer, KeyedCall, OpenAnswer, OpenCall
+from paceline.runtime.live.messaging.handshake import HandshakeFailed
 from paceline.runtime.live.messaging.keys import KeyPair
 from paceline.runtime.live.messaging.tcp_connection import PATIENCE, TcpConnection
 from paceline.runtime.live.messaging.tcp_framing import SCRATCH, ConnectionLimits, FramePlacement
@@ -89,7 +90,11 @@ class TcpTransport:
     def connect(self, address: str, name: bytes, server_key: str) -> None:
         self.close_connections(0)
         host, port = host_and_port(address)
-        greeting = OpenCall(name) if self.keys is None else KeyedCall(self.keys, server_key)
+        try:
+            greeting = OpenCall(name) if self.keys is None else KeyedCall(self.keys, server_key)
+        except HandshakeFailed:
+            self.pending_events.append((ConnectionEvent.CLOSED, -1, BROKE_OFF))
+            return
         try:
             connection = TcpConnection(socket.socket(), self.limits, greeting)
         except OSError:  # there are too many
