@@ -472,11 +472,11 @@ def test_a_worker_of_the_servers_host_that_also_speaks_over_tcp_is_refused(multi
     def work() -> None:
         step = paceline.Optimizer.step
 
-        def step_and_speak(self: paceline.Optimizer, *given: object) -> object:
+        def step_and_speak(self: paceline.Optimizer, *given: object, **named: object) -> object:
             if self.world.rank == 0 and self.global_step == 10:
                 assert isinstance(self.world.live, LiveWorker)
                 rogue(self.world.live)
-            return step(self, *given)
+            return step(self, *given, **named)
 
         paceline.Optimizer.step = step_and_speak
         digits(50, MOMENTUM)()
