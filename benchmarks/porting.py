@@ -164,6 +164,8 @@ class Runner:
 
     def _run(self, command: list[str], folder: Path) -> Done:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **self.port.environment}
+        paths = [given["PYTHONPATH"] for given in (self.port.environment, os.environ) if "PYTHONPATH" in given]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         try:
             done = subprocess.run(
                 command, cwd=folder, env=environment, text=True, timeout=TIMEOUT_S,
