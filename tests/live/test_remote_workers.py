@@ -25,7 +25,7 @@ import paceline
 from paceline import policies, session, workloads
 from paceline.cluster import Resize, load
 from paceline.core.events import Restored
-from paceline.core.messages import Handle, Members, Pull, Push
+from paceline.core.messages import Handle, Members, Parameters, Pull, Push
 from paceline.function_workers import function_starter
 from paceline.run import Run
 from paceline.runtime.live.driver.checkpointing import CheckpointOptions
@@ -36,6 +36,7 @@ from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import Endpoint, MultihostOptions
 from paceline.runtime.live.protocol.envelope import wrap
 from paceline.runtime.live.protocol.records import DurabilityOptions
+from paceline.runtime.live.server.remote_workers import RemoteWorkers
 from paceline.runtime.live.storage import endpoints
 from paceline.runtime.live.storage.process_keys import find_keys
 from paceline.runtime.live.worker import gathered_gradient
@@ -531,6 +532,24 @@ def test_what_is_intact_and_cannot_be_read_ends_the_connection_and_both_sides_sa
     assert counts["reopened"] >= len(before) + len(behind)
     assert counts["said"] >= 50 + len(before), "what stood behind it was not read, and is said again"
     assert "refused a message of b'1:0'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("multihost", [LOCAL, OPEN], ids=["keys", "open"])
+def test_an_answer_that_cannot_be_read_is_asked_for_again(multihost: MultihostOptions, monkeypatch, capfd) -> None:
+    send = RemoteWorkers.send
+    due = {10, 20, 30}
+
+    def spoil(self: RemoteWorkers, name: bytes, message: bytes, *rest) -> bool:
+        answer = wire.decode_from_shard(message)
+        if name == b"1:0" and isinstance(answer, Parameters) and answer.iteration in due:
+            due.remove(answer.iteration)
+            return send(self, name, b"\xc1", [b"whatever"])
+        return send(self, name, message, *rest)
+
+    monkeypatch.setattr(RemoteWorkers, "send", spoil)
+    run = live(far(digits(50, MOMENTUM)), multihost=multihost)
+    assert largest_difference(run.parameters, alone_for(50, MOMENTUM)) < 1e-5
+    assert len(re.findall(r"refused what \S+ sent", capfd.readouterr().err)) == 2 * 3
 
 
 def test_a_worker_without_its_key_says_so(capfd) -> None:
