@@ -156,6 +156,8 @@ class Run:
     """Live: the errors of workers that ended with one, in words."""
     server_changes: list[ServerChange] = field(default_factory=list)
     """Live: the changes of the number of servers."""
+    trace_is_whole: bool = True
+    """False if a process had no room for the end of its trace: metrics are those of the part that is there."""
     ended: str = ""
     """Live: `FINISHED` (the scripts ended), `TARGET` (reached), `STOPPED` (by `paceline.stop`), `INTERRUPTED` or
     `FAILED` (a worker has)."""

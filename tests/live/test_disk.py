@@ -32,7 +32,7 @@ from paceline.runtime.live.driver.checkpointing import CheckpointOptions
 from paceline.runtime.live.driver.driver import Driver, RunPlan
 from paceline.runtime.live.driver.health import FaultPolicy
 from paceline.runtime.live.storage import checkpoint
-from paceline.runtime.live.storage.trace_files import TraceFile
+from paceline.runtime.live.storage.trace_files import CUT, TraceFile
 from paceline.tensors import optimizers
 from paceline.workload_training import train
 
@@ -102,7 +102,11 @@ def test_the_model_is_written_first_and_what_has_no_room_is_said(
 
 
 def test_a_model_that_has_no_room_in_its_folder_is_not_lost(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = small_disk / "run"
@@ -111,6 +115,7 @@ def test_a_model_that_has_no_room_in_its_folder_is_not_lost(
     assert f"{folder / run_folder.MODEL} could not be written: " in caplog.text
     assert f"the model is in {model}" in caplog.text
     assert load_file(model)["weight"].shape == (200, 500)
+    assert "WARNING: there was no room for the whole trace" in capsys.readouterr().out
     assert hidden(small_disk) == []
 
 
@@ -152,6 +157,7 @@ def test_a_trace_without_room_ends_and_nothing_else(tmp_path: Path, caplog: pyte
         trace.write(record)
         trace.close()
         assert "server-1.1: its trace ends here, the training goes on: No such file" in caplog.text
+        assert (tmp_path / CUT).exists()
 
 
 def test_buffers_that_have_no_room_are_those_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

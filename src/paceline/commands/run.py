@@ -127,6 +127,8 @@ class Live(Outputs, ABC):
         if driver.parts.guard.lost:
             print_plain(f"WARNING: {folder} was deleted while the run went on, and made again: the model is in {model}")
             print_plain("WARNING: the trace is lost, so that the table and the metrics do not say what was trained")
+        elif not run.trace_is_whole:
+            print_plain("WARNING: there was no room for the whole trace: the table and the metrics tell its beginning")
         elif not run.metrics.gradients and not run.failures:
             line = "WARNING: nothing was trained: no worker has called the step of its paceline.Optimizer"
             console.print(line, soft_wrap=True)

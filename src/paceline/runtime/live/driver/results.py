@@ -18,7 +18,7 @@ from paceline.run import FAILED, FINISHED, ON_SERVERS, Point, Run, ServerChange,
 from paceline.runtime.live.driver.run_state import Model
 from paceline.runtime.live.storage import shared_memory
 from paceline.runtime.live.storage.final_parameters import Final
-from paceline.runtime.live.storage.trace_files import gather
+from paceline.runtime.live.storage.trace_files import CUT, gather
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ def collect_results(model: Model, seed: int, outcome: Outcome, folder: Path, fin
         consensus=[(time_s, final.distance)] if final is not None else [],
         failures=outcome.failures,
         server_changes=outcome.server_changes,
+        trace_is_whole=not (folder / CUT).exists(),
         ended=FAILED if outcome.failures and outcome.ended == FINISHED else outcome.ended,
     )
 

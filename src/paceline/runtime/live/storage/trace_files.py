@@ -21,6 +21,8 @@ from paceline.core.trace import Header, Record, Trace, encode_records, read_reco
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".trace"
+CUT = "trace-cut"
+"""A file beside the folder of the traces, in shared memory, where there is room: some trace has ended early."""
 HELD = 128
 """Records that are buffered, encoded and written together. One at a time, between two gradients that fill the caches,
 the encoder would have to be fetched from memory again for each."""
@@ -78,6 +80,8 @@ class TraceFile:
 
     def _end(self, error: OSError) -> None:
         self.full = True
+        with contextlib.suppress(OSError):
+            (self.path.parent.parent / CUT).touch(0o600)
         logger.warning(f"{self.path.stem}: its trace ends here, the training goes on: {error.strerror}")
 
     def close(self) -> None:
