@@ -50,7 +50,8 @@ def training(folder: Path, deed: str) -> None:
         if deed == "fill" and opt.global_step == 50:
             fill(folder)
         if deed == "delete" and opt.global_step == 20:
-            shutil.rmtree(folder)
+            gone = folder.rename(folder.with_name("gone"))  # at once: others write into it while it is removed
+            shutil.rmtree(gone, ignore_errors=True)
             until = time.monotonic() + 20
             while not (folder / run_folder.LIVE).exists() and time.monotonic() < until:
                 time.sleep(0.01)
