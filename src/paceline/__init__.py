@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.optim import Optimizer
     from paceline.policies import ASP, BSP, SSP, Backup
     from paceline.run import Run
-    from paceline.sampling import Sampler
+    from paceline.sampling import BatchSampler, Sampler
     from paceline.session import barrier, init, log, stop
 
 __version__ = "0.1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "BSP",
     "SSP",
     "Backup",
+    "BatchSampler",
     "Cluster",
     "ConfigError",
     "Optimizer",
@@ -65,7 +66,7 @@ _HOMES = {
     "optim": ("Optimizer",),
     "policies": ("ASP", "BSP", "SSP", "Backup"),
     "run": ("Run",),
-    "sampling": ("Sampler",),
+    "sampling": ("BatchSampler", "Sampler"),
     "session": ("barrier", "init", "log", "stop"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

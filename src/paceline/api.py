@@ -13,9 +13,11 @@ from msgspec import structs
 
 from paceline import cluster as clusters
 from paceline import policies, workloads
+from paceline.batch_checks import batch_sizes, check_batch
 from paceline.cluster import Cluster
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
+from paceline.counts import check_count as check_count
 from paceline.errors import ConfigError
 from paceline.live_evaluation import LiveEvaluation
 from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
@@ -56,6 +58,7 @@ def simulate(
     by_layer: bool = False,
     slicing: str = EPS,
     shards: str = SHUFFLED,
+    balance: bool = False,
     device: str = "cpu",
     watch: Watcher | None = None,
 ) -> Run:
@@ -73,8 +76,8 @@ def simulate(
 
     With `by_layer` workers read and push layer by layer, and there is a server for each layer. `slicing` is how the
     parameters are cut over the servers: "eps", equal slices, or "key-range", as in ps-lite. `shards` is how samples are
-    dealt: "shuffled", or "sorted" by label, each worker its own for good. `device` is where gradients are computed:
-    "cpu", "cuda" or "cuda:1".
+    dealt: "shuffled", or "sorted" by label, each worker its own for good. With `balance` each worker's batch follows
+    its speed, as with `paceline.BatchSampler`. `device` is where gradients are computed: "cpu", "cuda" or "cuda:1".
     """
     check_servers_used([policy], servers)
     job = Job(
@@ -92,6 +95,7 @@ def simulate(
         slicing,
         shards,
         device,
+        balance,
     )
     for warning in job.warnings:
         warnings.warn(warning, stacklevel=2)
@@ -107,7 +111,15 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     plan = SimulationPlan(
-        job.policy, job.cluster, job.members, job.iterations, job.seed, job.by_layer, checked=True, goodbyes=True
+        job.policy,
+        job.cluster,
+        job.members,
+        job.iterations,
+        job.seed,
+        job.sizes,
+        by_layer=job.by_layer,
+        checked=True,
+        goodbyes=True,
     )
     training = Training(
         job.workload,
@@ -135,7 +147,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     with closing(LiveEvaluation(job.workload, job.seed)) as evaluation:
         with evaluation.evaluating() if job.target is not None else nullcontext():
             run = launch(
-                partial(train, job.workload, job.optimizer, job.batch, job.iterations, job.seed, evaluation),
+                partial(train, job.workload, job.optimizer, job.sizes, job.iterations, job.seed, evaluation),
                 workers=job.members.workers,
                 servers=job.members.servers or None,
                 policy=job.policy,
@@ -233,6 +245,7 @@ class Job:
         slicing: str = EPS,
         shards: str = SHUFFLED,
         device: str = "cpu",
+        balance: bool = False,
     ) -> None:
         self.device = check_device(device)
         self.members = check_members(workers, servers, seed)
@@ -254,6 +267,7 @@ class Job:
             raise ConfigError(f"machines and [[edge]] are for policies without servers: {self.policy} has some")
         self.target = Target.parse(target, self.workload.metrics) if target is not None else None
         self.batch = check_batch(batch, self.members.workers) if batch is not None else self.workload.batch
+        self.sizes = batch_sizes(self.batch, balance, self.policy, shards, by_layer)
         self.optimizer_text = optimizer or self.workload.optimizer
         self.optimizer = check_optimizer(self.optimizer_text, self.workload, self.batch, self.members, self.slicing)
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
@@ -301,25 +315,6 @@ def check_members(workers: int, servers: int, seed: int) -> Members:
     check_count("servers", servers, most=MOST_SERVERS)
     check_count("seed", seed, least=0, most=MOST_SEED)
     return Members(workers, servers)
-
-
-def check_count(name: str, value: int, least: int = 1, most: int | None = None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a whole number ({least} or more)")
-    if value < least:
-        raise ConfigError(f"{name}={value} is out of range: {least} or more")
-    if most is not None and value > most:
-        raise ConfigError(f"{name}={value} is out of range: {least} to {most}")
-    return value
-
-
-def check_batch(batch: int | Sequence[int], workers: int) -> Batch:
-    """Returns the samples of a gradient: one number, or one for each worker."""
-    if not isinstance(batch, Sequence):
-        return check_count("batch", batch)
-    if len(batch) != workers:
-        raise ConfigError(f"batch has {len(batch)} sizes, there are {workers} workers: one for each")
-    return tuple([check_count("batch", each) for each in batch])
 
 
 def check_policy(policy: str | Policy, members: Members) -> Policy:

@@ -56,6 +56,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench exchange": Command("bench", "BenchExchange", "pushes a second beside torch RPC, Ray and DDP"),
         "bench straggler": Command("bench", "BenchStraggler", "time to a target with stragglers, beside DDP"),
         "bench thin": Command("bench", "BenchThin", "training over thin lines between hosts, beside DDP"),
+        "bench balance": Command("bench_balance", "BenchBalance", "balanced beside equal batches, at unequal speeds"),
         "bench safety": Command("bench", "BenchSafety", "what checks, traces and deduplication cost"),
         "bench gpu": Command("bench_gpu", "BenchGpu", "steps of a model on the GPU, beside the plain loop and DDP"),
         "bench peers": Command("bench", "BenchPeers", "iterations of peers without servers"),

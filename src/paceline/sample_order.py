@@ -8,6 +8,8 @@ the order of ranks.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,6 +26,15 @@ Batch = int | tuple[int, ...]
 """The samples of a gradient, of all workers' or of each worker's."""
 
 
+class BatchSizes(NamedTuple):
+    """How many samples a step of this worker uses: `batch`, or, balanced, from `least` to `most`."""
+
+    batch: int
+    balance: bool = False
+    least: int = 1
+    most: int | None = None
+
+
 class SampleOrder:
     """The order of the samples of a data set of `size`, for `workers` that take `batch` at a time."""
 
@@ -34,6 +45,8 @@ class SampleOrder:
         self.seed = seed
         self.epochs: dict[int, NDArray[np.int64]] = {}
         self.steps: dict[int, NDArray[np.int64]] = {}
+        self.taken = 0
+        """How many samples of the stream `next` has returned."""
 
     @property
     def is_even(self) -> bool:
@@ -48,6 +61,11 @@ class SampleOrder:
         first = sum(self.batches[:rank])
         return self.joined(step)[first : first + self.batches[rank]]
 
+    def next(self, count: int) -> NDArray[np.int64]:
+        """Returns the next samples of the stream, whoever takes them: for batches that are not known beforehand."""
+        self.taken += count
+        return self._stream(self.taken - count, count)
+
     def joined(self, step: int) -> NDArray[np.int64]:
         """Returns the samples of all workers' step together."""
         samples = self.steps.pop(step, None)
@@ -60,7 +78,9 @@ class SampleOrder:
 
     def _join(self, step: int) -> NDArray[np.int64]:
         count = sum(self.batches)
-        first = step * count
+        return self._stream(step * count, count)
+
+    def _stream(self, first: int, count: int) -> NDArray[np.int64]:
         parts = []
         while count:
             epoch, offset = divmod(first, self.size)

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 
 from paceline import session
 from paceline.live_evaluation import LiveEvaluation
 from paceline.optim import Optimizer
-from paceline.sample_order import Batch, SampleOrder
+from paceline.sample_order import Batch, BatchSizes, SampleOrder
+from paceline.sampling import BatchSampler
 from paceline.tensors.optimizers import OptimizerSpec
 from paceline.workloads.base import Workload
 
 SHOWN_EVERY_S = 0.25
 
 
+def turns_of(
+    size: int, batch: Batch | BatchSizes, seed: int, opt: Optimizer
+) -> Iterator[tuple[torch.Tensor, float | None]]:
+    """Yields the samples of this worker's steps, and what their gradients weigh if the sampler does not say it."""
+    world = session.init()
+    if isinstance(batch, BatchSizes):
+        sampler = BatchSampler(range(size), batch.batch, batch.balance, batch.least, batch.most, seed)
+        while True:
+            for samples in sampler:
+                yield torch.tensor(samples), None
+    order = SampleOrder(size, world.size, batch, seed)
+    while True:
+        turn = torch.from_numpy(order.of_worker(world.rank, opt.global_step))
+        yield turn, None if order.is_even else len(turn)
+
+
 def train(
     workload: Workload,
     optimizer: OptimizerSpec,
-    batch: Batch,
+    batch: Batch | BatchSizes,
     iterations: int,
     seed: int,
     evaluation: LiveEvaluation | None = None,
@@ -32,11 +50,11 @@ def train(
     module = workload.module(seed)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     opt = Optimizer(optimizer.build([trained]), model=module, options=optimizer.extras)
-    order = SampleOrder(len(workload.train[0]), world.size, batch, seed)
     inputs, labels = workload.train
+    turns = turns_of(len(inputs), batch, seed, opt)
     shown_s = 0.0
     while opt.global_step < iterations:
-        samples = torch.from_numpy(order.of_worker(world.rank, opt.global_step))
+        samples, weight = next(turns)
         x, y = inputs[samples], labels[samples]
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
@@ -45,7 +63,7 @@ def train(
             loss.backward()
             return loss
 
-        loss = opt.step(closure, weight=None if order.is_even else len(samples))
+        loss = opt.step(closure, weight=weight)
         if world.rank != 0:
             continue
         if evaluation is None or world.live is None:

@@ -8,7 +8,7 @@ from paceline.core.sample_dispatch import LeaseRequested
 from paceline.runtime.live.driver import agent_validation
 from paceline.runtime.live.driver.remote_hosts import RemoteChild, RemoteHost
 from paceline.runtime.live.messaging.reliable_channel import ReliableChannel
-from paceline.runtime.live.protocol import agent_messages, wire
+from paceline.runtime.live.protocol import agent_messages, lease_messages, wire
 from paceline.runtime.live.protocol.configuration import Endpoint
 from paceline.runtime.live.storage.file_transfer import FileRefused
 
@@ -54,7 +54,7 @@ def said(by: str, message: wire.ToDriver) -> agent_messages.Said:
     ("by", "message"),
     [
         ("worker:3:2", wire.Leave(3, 2)),
-        ("worker:3:2", wire.LeaseEvents(3, 2, 0, 10, 0, (LeaseRequested(0.0, 3, 2, 0, 0, 1),))),
+        ("worker:3:2", lease_messages.LeaseEvents(3, 2, 0, 10, 0, (LeaseRequested(0.0, 3, 2, 0, 0, 1),))),
         ("worker:3:2", wire.Without(7, 0)),
         ("server:1", wire.Ready(1, True, Endpoint(0))),
         ("server:1", wire.Due()),
@@ -73,7 +73,7 @@ def test_a_process_speaks_for_itself(host: RemoteHost, by: str, message: wire.To
         ("worker:1:0", wire.Leave(1, 0)),
         ("worker:3:2", wire.Ready(3, True, Endpoint(0))),
         ("worker:3:2", wire.Rejected(0, 1, "")),
-        ("worker:3:2", wire.LeaseEvents(3, 2, 0, 10, 0, (LeaseRequested(0.0, 0, 0, 0, 0, 1),))),
+        ("worker:3:2", lease_messages.LeaseEvents(3, 2, 0, 10, 0, (LeaseRequested(0.0, 0, 0, 0, 0, 1),))),
         ("server:1", wire.Ready(0, True, Endpoint(0))),
         ("server:1", wire.Leave(1, 0)),
         ("server:0", wire.Due()),

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler
 from paceline.core.messages import Members
 from paceline.runtime.execution import Membership
 from paceline.runtime.live.driver.sample_dispatchers import SampleDispatchers
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol import lease_messages, wire
 from paceline.runtime.live.system.training_end import TrainingEnd
 from paceline.runtime.live.trainer.sample_leases import SampleLeases
 from paceline.runtime.live.trainer.sampler_leases import FEW_STEPS, MANY_STEPS, PARTS
@@ -30,8 +30,8 @@ class FakeDriver:
         self.authority = Membership()
         self.workers: dict[tuple[int, int], FakeWorker] = {}
         self.received: deque[tuple[FakeWorker, bytes]] = deque()
-        self.heard: list[wire.LeaseEvents] = []
-        self.sample_dispatchers = SampleDispatchers({}, lambda: 0.0, self.tell_worker)
+        self.heard: list[lease_messages.LeaseEvents] = []
+        self.sample_dispatchers = SampleDispatchers({}, lambda: 0.0, self.tell_worker, lambda: None)
 
     def tell_worker(self, rank: int, incarnation: int, message: wire.ToWorker) -> None:
         self.workers[rank, incarnation].inbox.append(message)
@@ -39,7 +39,7 @@ class FakeDriver:
     def read(self) -> None:
         while self.received:
             message = wire.decode_to_driver(self.received.popleft()[1])
-            assert isinstance(message, wire.LeaseEvents)
+            assert isinstance(message, lease_messages.LeaseEvents)
             self.heard.append(message)
             self.sample_dispatchers.hear(message)
 
@@ -87,7 +87,7 @@ class FakeWorker:
     def hear(self) -> None:
         while self.inbox:
             message = self.inbox.popleft()
-            assert isinstance(message, wire.LeaseAnswer)
+            assert isinstance(message, lease_messages.LeaseAnswer)
             self.leases.receive(message)
 
 

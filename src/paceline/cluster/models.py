@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle
 from typing import ClassVar
 
@@ -18,13 +19,14 @@ import numpy as np
 
 from paceline import user_code
 from paceline.cluster.faults_and_links import Edge, Fault, Link, Resize, check_fault, check_resize, check_workers
-from paceline.cluster.trace_durations import durations_in
+from paceline.cluster.trace_durations import Recording, fit_per_sample, iterations_in, mean_weight, production_job
 from paceline.core.spec import Spec, option, parameter
 from paceline.errors import ConfigError
 
 BLOCK = 64
 VIRTUAL_COMPUTE_S = 0.1
 WORKER_STREAM = 1
+PRODUCTION_JOBS = ("one-slow-rank", "uneven-sequences", "healthy")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Cluster(Spec):
     )
     latency_s: float = parameter(0.0005, low=0, doc="seconds a message travels (virtual)")
     bandwidth: float = parameter(1.25e9, low=1, doc="bytes a server moves per second and direction (virtual)")
+    per_sample: float | None = parameter(
+        None, low=0, high=1, doc="the part of compute_s that is in proportion to the batch; all of it if none is known"
+    )
     detect_s: float = parameter(0.2, low=0, doc="seconds until the loss of a worker is noticed (virtual)")
     scheduler_s: float = parameter(
         0.0, low=0, doc="seconds the scheduler needs for a message, where a policy has one (virtual)"
@@ -70,6 +75,15 @@ class Cluster(Spec):
     def undisturbed_s(self) -> float | None:
         """Returns the seconds of one undisturbed iteration, if the scenario knows them."""
         return self.compute_s
+
+    def of_batch(self, batch: float) -> float:
+        """Returns how many times as long an iteration takes on `batch` times the samples of an equal batch."""
+        part = self.per_sample_part()
+        return 1 - part + part * batch
+
+    def per_sample_part(self) -> float:
+        """Returns the part of an iteration on an equal batch that is in proportion to its samples."""
+        return 1.0 if self.per_sample is None else self.per_sample
 
     def durations(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
         """Returns a function that gives how long the worker's next iteration takes."""
@@ -220,7 +234,40 @@ class Bursts(Cluster):
 
 
 @dataclass(frozen=True)
-class Replay(Cluster):
+class Recorded(Cluster):
+    """Each iteration takes as long as one that was recorded, over and over: the base of such models."""
+
+    def recording(self) -> Recording:
+        raise NotImplementedError
+
+    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
+        scaled, median = self._on_equal_batches(), self._median()
+        yield from (seconds / median for seconds in cycle(scaled[worker % len(scaled)]))
+
+    def undisturbed_s(self) -> float:
+        """Returns the median of all recorded durations, or `compute_s`, to which all are then scaled."""
+        return self._median() if self.compute_s is None else self.compute_s
+
+    def per_sample_part(self) -> float:
+        fitted = self.fitted if self.per_sample is None else None
+        return super().per_sample_part() if fitted is None else fitted
+
+    @cached_property
+    def fitted(self) -> float | None:
+        """The part that the recorded times say, if batches varied in them."""
+        return fit_per_sample(self.recording())
+
+    def _on_equal_batches(self) -> list[list[float]]:
+        recording = self.recording()
+        mean = mean_weight(recording)
+        return [[seconds / self.of_batch(weight / mean) for seconds, weight in mine] for mine in recording]
+
+    def _median(self) -> float:
+        return statistics.median(seconds for mine in self._on_equal_batches() for seconds in mine)
+
+
+@dataclass(frozen=True)
+class Replay(Recorded):
     """Each iteration takes as long as it took in a run's trace, over and over."""
 
     name: ClassVar[str] = "replay"
@@ -230,24 +277,26 @@ class Replay(Cluster):
         super().__post_init__()
         user_code.refuse_if_remote(self.file, "trace to replay")  # it is read when the run has begun
 
-    def factors(self, worker: int, workers: int, random: np.random.Generator) -> Iterator[float]:
-        recorded = durations_in(self.file)
-        median = self._median()
-        mine = recorded[worker % len(recorded)]
-        yield from (seconds / median for seconds in cycle(mine))
-
-    def undisturbed_s(self) -> float:
-        """Returns the median of all recorded durations, or `compute_s`, to which all are then scaled."""
-        return self._median() if self.compute_s is None else self.compute_s
-
-    def _median(self) -> float:
-        return statistics.median(seconds for mine in durations_in(self.file) for seconds in mine)
+    def recording(self) -> Recording:
+        return iterations_in(self.file)
 
     def validate(self, workers: int) -> None:
         super().validate(workers)
-        durations_in(self.file)
+        self.recording()
+
+
+@dataclass(frozen=True)
+class Production(Recorded):
+    """The step times of a production job, rank by rank, over and over."""
+
+    name: ClassVar[str] = "production"
+    job: str = option("one-slow-rank", choices=PRODUCTION_JOBS, doc="which job (docs/scenarios.md)")
+
+    def recording(self) -> Recording:
+        return production_job(self.job)
 
 
 CATALOGUE: dict[str, type[Cluster]] = {
-    cluster.name: cluster for cluster in (Cluster, Factors, OneSlow, RandomSlowdown, LogNormal, Pareto, Bursts, Replay)
+    cluster.name: cluster
+    for cluster in (Cluster, Factors, OneSlow, RandomSlowdown, LogNormal, Pareto, Bursts, Replay, Production)
 }

@@ -39,6 +39,8 @@ class Policy(Spec):
     """The paper, section or table the rule comes from (`docs/papers.md`)."""
     has_scheduler: ClassVar[bool] = False
     """Whether one more node, the scheduler, decides for all shards together."""
+    balances: ClassVar[bool] = True
+    """Whether workers wait for slower ones by iterations, so that batches balanced by speed make sense."""
     servers_may_change: ClassVar[bool] = True
     """Whether the number of servers may change while a run goes on."""
 

@@ -39,6 +39,9 @@ epochs before e - `lead` it may have everything, the stripes of slow workers too
 e + 1 while the slow are in e, and nobody starts e + 2 while a position of e is in no lease. (With a lead of 0 the
 stripes would depend on who is first by a hair at the end of an epoch, also under BSP.)
 
+Balanced batches (`shared`). Workers whose batches differ would come to the ends of equal stripes at different times. So
+there all take from one stripe, in the order in which they ask.
+
 A worker has one request open at a time and numbers its requests upwards (`ticket`). The same ticket again gets the same
 answer again, an older one gets none. A request of a worker that no view has named yet is kept until a view does. An
 incarnation that a view has removed does not come back: whoever rejoins has a new one.
@@ -212,11 +215,13 @@ class LeaseHolder:
 class SampleDispatcher:
     """Grants the positions of epochs of `size`, the first of them numbered `first`; the module explains `lead`."""
 
-    def __init__(self, size: int, lead: int = 1, first: int = 0) -> None:
+    def __init__(self, size: int, lead: int = 1, first: int = 0, shared: bool = False) -> None:
         if size < 1 or lead < 0 or first < 0:
             raise ConfigError(f"a dispatcher needs size >= 1, lead >= 0 and first >= 0, got {size}, {lead} and {first}")
         self.size = size
         self.lead = lead
+        self.shared = shared
+        """Whether all members take from one stripe."""
         self.view_number = 0
         self.holders: dict[int, LeaseHolder] = {}
         """The members by rank, in rank order."""
@@ -259,12 +264,24 @@ class SampleDispatcher:
                     self.epochs[lease.epoch].reclaim(lease.settle(0, self.size))
         self.holders = {rank: self.holder_of(rank, incarnation) for rank, incarnation in members.items()}
         for stripe, holder in enumerate(self.holders.values()):
-            holder.stripe = stripe
+            holder.stripe = 0 if self.shared else stripe
         for epoch in self.epochs.values():
-            epoch.cut_stripes(len(self.holders), start=epoch.furthest())
+            epoch.cut_stripes(self.stripes, start=epoch.furthest())
         for rank, holder in self.holders.items():
             if rank in self.early and self.early[rank].incarnation <= holder.incarnation:
                 self.on_lease_requested(self.early.pop(rank))
+
+    @property
+    def stripes(self) -> int:
+        return min(1, len(self.holders)) if self.shared else len(self.holders)
+
+    def left(self, epoch: int) -> tuple[int, int]:
+        """Returns the epoch that a request for `epoch` would be granted from, and how much it has left, if `shared`."""
+        for number, each in self.epochs.items():
+            left = len(each.stripe(0)) + length(each.reclaimed) if number <= epoch and each.offsets else 0
+            if left:
+                return number, left
+        return epoch, self.size if epoch == self.unopened else 0
 
     def holder_of(self, rank: int, incarnation: int) -> LeaseHolder:
         """Returns the holder with its leases if it stays a member, else a new one."""
@@ -291,14 +308,14 @@ class SampleDispatcher:
 
     def answer(self, event: LeaseRequested, holder: LeaseHolder) -> GrantLease | SkipEpoch:
         if event.epoch == self.unopened:
-            self.epochs[event.epoch] = Epoch(self.size, len(self.holders))
+            self.epochs[event.epoch] = Epoch(self.size, self.stripes)
             self.unopened += 1
         for number, epoch in self.epochs.items():
             if number > event.epoch:
                 break
             drawn = epoch.draw(holder.stripe, event.count)
             if not drawn and number < event.epoch - self.lead:
-                epoch.cut_stripes(len(self.holders), start=self.size)
+                epoch.cut_stripes(self.stripes, start=self.size)
                 drawn = epoch.draw(holder.stripe, event.count)
             if drawn:
                 holder.leases[event.ticket] = Lease(number, drawn)
@@ -337,7 +354,7 @@ class SampleDispatcher:
                 require(lease.unsettled != [], f"lease {ticket} is kept although it is settled")
                 held[lease.epoch] += sum(stop - start for start, stop in lease.unsettled)
         for number, epoch in self.epochs.items():
-            require(len(epoch.offsets) == len(self.holders), f"epoch {number} has stripes for {len(epoch.offsets)}")
+            require(len(epoch.offsets) == self.stripes, f"epoch {number} has stripes for {len(epoch.offsets)}")
             unassigned = self.size - epoch.start - sum(epoch.offsets) + length(epoch.reclaimed)
             where = f"{unassigned} unassigned, {held[number]} in leases, {epoch.consumed} consumed"
             require(unassigned + held[number] + epoch.consumed == self.size, f"epoch {number} of {self.size}: {where}")

@@ -34,6 +34,7 @@ class ADPSGD(PeerPolicy):
 
     name: ClassVar[str] = "adpsgd"
     paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of Luo et al. 2019"
+    balances: ClassVar[bool] = False
 
     graph: str = parameter("ring", doc="who may average with whom: ring, torus, complete, ... or a file")
     machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")

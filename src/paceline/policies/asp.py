@@ -27,6 +27,7 @@ class ASP(CentralPolicy):
 
     name: ClassVar[str] = "asp"
     paper: ClassVar[str] = "Chen et al. 2016, Alg. 1-2 (Async-Opt); Yao et al. 2019, Table III"
+    balances: ClassVar[bool] = False
     on_arrival: ClassVar[bool] = True
 
     scale: str = scale_option()

@@ -37,6 +37,7 @@ class SpecSync(PolicyWrapper):
 
     name: ClassVar[str] = "specsync"
     paper: ClassVar[str] = "Zhang et al. 2018 (speculative synchronization)"
+    balances: ClassVar[bool] = False
     has_scheduler: ClassVar[bool] = True
     servers_may_change: ClassVar[bool] = False
 

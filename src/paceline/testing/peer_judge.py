@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
-from paceline.core.actions import Action, Apply, Compute, Drop, Reduce
+from paceline.core.actions import Action, Apply, Compute, Drop, Reduce, Send
 from paceline.core.events import (
     Event,
     GradientReady,
@@ -18,7 +18,7 @@ from paceline.core.events import (
 from paceline.core.formatting import name, to_text
 from paceline.core.hop_peer import HopPeer
 from paceline.core.machine import Machine
-from paceline.core.messages import Handle, Message, Process, Token
+from paceline.core.messages import Handle, Message, Process, Token, Update
 from paceline.core.policy import PeerPolicy
 from paceline.core.topology import distances, neighbours
 from paceline.testing.story import Story
@@ -90,6 +90,9 @@ class PeerJudge:
             case Apply(handles):
                 self.weight[process] = handles[0].weight
                 self.expect([handle.iteration for handle in handles] == [self.ready.pop(process, None)], "order", what)
+            case Send(message=Update(handle)) if getattr(self.policy, "rules", None) is not None:
+                true = handle.weight == self.weight[process]
+                self.expect(true, "average", f"{what} weighs {handle.weight}, not {self.weight[process]}")
             case Drop(handle) if handle.source != process[0]:
                 self.consume(process, handle, what)
             case Drop():

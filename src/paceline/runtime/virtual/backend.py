@@ -40,9 +40,8 @@ class Backend:
     def read(self, process: Process, shard: int) -> None:
         """A worker is sent the parameters of a shard as they are now."""
 
-    def compute(self, process: Process, iteration: int) -> float:
-        """A worker or a peer begins to compute a gradient on the parameters it has now; returns its weight."""
-        return 1.0
+    def compute(self, process: Process, iteration: int, samples: int) -> None:
+        """A worker or a peer begins to compute a gradient on the parameters it has now, and on so many samples."""
 
     def abort(self, process: Process, iteration: int) -> None:
         """The computation was given up, or its process died."""

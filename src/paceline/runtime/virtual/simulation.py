@@ -133,6 +133,7 @@ class Simulation:
 
     def announce(self, view: View, joining: Sequence[VirtualWorker] = ()) -> None:
         """Tell the shards, the scheduler if there is one, and whoever joins; it reaches them after the latency."""
+        self.world.batches.announce(self.engine.now, view)
         arrival = self.engine.now + self.plan.cluster.latency_s
         tell = [server.runner.deliver for server in self.servers]
         tell += [self.scheduler.runner.deliver] if self.scheduler is not None else []

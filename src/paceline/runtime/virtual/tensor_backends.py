@@ -19,7 +19,7 @@ from paceline.runtime.virtual.backend import Backend, Process
 from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.gradients import Gradients
 from paceline.runtime.virtual.world import SimulationPlan
-from paceline.sample_order import SHUFFLED, Batch, sample_order_of
+from paceline.sample_order import SHUFFLED, Batch, BatchSizes, sample_order_of
 from paceline.tensors.device_optimizer import DeviceOptimizer, SliceOptimizer
 from paceline.tensors.devices import CPU
 from paceline.tensors.layout import EPS, Part, flatten, layout_of
@@ -85,6 +85,7 @@ class TensorBackend(Backend):
         )
         batch = training.batch or workload.batch
         self.sample_order = sample_order_of(training.shards, workload.train, self.workers, batch, plan.seed)
+        self.balanced = isinstance(plan.batch, BatchSizes)
         self.history: list[Point] = []
         self.evaluated_at = 0
         """How many gradients had been consumed at the last evaluation."""
@@ -97,11 +98,14 @@ class TensorBackend(Backend):
         make = ShardOptimizer if self.device == CPU else DeviceOptimizer
         return make(self.layout, part, values, self.training.optimizer)
 
-    def order(self, process: Process, iteration: int, parameters: Tensor) -> float:
-        """Have a gradient computed on these parameters some time, and on the samples that are the worker's turn."""
-        samples = self.sample_order.of_worker(process[0], iteration)
-        self.gradients.order((*process, iteration), parameters, samples)
-        return 1.0 if self.sample_order.is_even else float(len(samples))
+    def order(self, process: Process, iteration: int, parameters: Tensor, samples: int) -> None:
+        """Have a gradient computed on these parameters some time, and on the samples that are the worker's turn.
+
+        Where batches are balanced those are the next of all, so that together they are one pass over the data.
+        """
+        order = self.sample_order
+        turn = order.next(samples) if self.balanced else order.of_worker(process[0], iteration)
+        self.gradients.order((*process, iteration), parameters, turn)
 
     def abort(self, process: Process, iteration: int) -> None:
         self.gradients.cancel((*process, iteration))
@@ -167,8 +171,8 @@ class ServerTensors(TensorBackend):
             self.pulled[process] = torch.empty_like(self.flat)
         self.pulled[process][self.shards[shard]] = self.optimizers[shard].values
 
-    def compute(self, process: Process, iteration: int) -> float:
-        return self.order(process, iteration, self.pulled.pop(process))
+    def compute(self, process: Process, iteration: int, samples: int) -> None:
+        self.order(process, iteration, self.pulled.pop(process), samples)
 
     def apply(self, rank: int, action: Apply) -> None:
         optimizer = self.optimizers[rank]
@@ -229,9 +233,9 @@ class PeerTensors(TensorBackend):
         self.sent.pop(rank, None)
         self.begun.discard(rank)
 
-    def compute(self, process: Process, iteration: int) -> float:
+    def compute(self, process: Process, iteration: int, samples: int) -> None:
         self.begun.add(process[0])
-        return self.order(process, iteration, self.peers[process[0]].values.clone())
+        self.order(process, iteration, self.peers[process[0]].values.clone(), samples)
 
     def apply(self, rank: int, action: Apply) -> None:
         optimizer = self.peers[rank]

@@ -48,8 +48,11 @@ class VirtualWorker:
         self.receive = self.take_parameters if link is None else self.pass_link
         """Takes a slice that has left its server's wire."""
         self.computing: Compute | None = None
-        self.weight = 1.0
-        """How many samples the gradient stands for that is computed."""
+        self.batches = world.batches
+        self.of_batch = plan.cluster.of_batch
+        self.began = 0.0
+        self.samples = 0
+        """When the gradient was begun that is computed, and on how many samples."""
         self.runner = world.runner(Node(self.role, rank), self, incarnation)
 
     def deliver(self, event: Event) -> None:
@@ -99,9 +102,12 @@ class VirtualWorker:
         if not self.may_begin(self, action.iteration):
             return
         self.computing = action
-        self.weight = self.backend.compute(self.process, action.iteration)
-        duration = self.compute_s()
         now = self.engine.now
+        self.began, self.samples = now, self.batches.next(self.process, now)
+        self.backend.compute(self.process, action.iteration, self.samples)
+        duration = self.compute_s()
+        if not self.batches.are_equal:
+            duration *= self.of_batch(self.samples / self.batches.mean)
         if self.faults.at_iteration:
             self.faults.inject_at_iteration(self.rank, action.iteration, now + 0.5 * duration)
         self.at_own_time(now + duration, self.finish, action)
@@ -110,8 +116,10 @@ class VirtualWorker:
         """End a computation; one that was given up is of no interest when its time is over."""
         if self.computing is action and self.alive:
             self.computing = None
-            nbytes = self.slice_bytes
-            self.runner.deliver(GradientReady(self.engine.now, action.iteration, action.attempt, nbytes, self.weight))
+            now, nbytes, samples = self.engine.now, self.slice_bytes, self.samples
+            self.batches.note(self.process, samples, now - self.began)
+            weight = 1.0 if self.batches.are_equal else float(samples)
+            self.runner.deliver(GradientReady(now, action.iteration, action.attempt, nbytes, weight))
 
     def abort_compute(self, action: AbortCompute) -> None:
         """Give a computation up: the time it took until now is lost."""

@@ -13,7 +13,9 @@ from paceline.core.policy import Policy
 from paceline.core.trace import Header, Record, Trace
 from paceline.runtime.execution import MachineRunner
 from paceline.runtime.virtual.backend import SLICE_BYTES, Backend
+from paceline.runtime.virtual.batches import Batches
 from paceline.runtime.virtual.engine import Engine
+from paceline.sample_order import Batch, BatchSizes
 
 FEW = 32
 """Up to so many workers every machine checks its invariants after every event; above, the servers' do as often as costs
@@ -29,6 +31,8 @@ class SimulationPlan:
     members: Members
     iterations: int | None
     seed: int = 0
+    batch: Batch | BatchSizes = 1
+    """The samples of a gradient; only what is unequal matters to times."""
     by_layer: bool = False
     """Workers read and push layer by layer; a server for each layer."""
     checked: bool = False
@@ -51,6 +55,7 @@ class World:
 
     def __post_init__(self) -> None:
         plan, backend = self.plan, self.backend
+        self.batches = Batches(plan.batch, plan.policy, plan.checked)
         # Peers hold the whole vector each: as if there were one server.
         self.slice_bytes = backend.slice_bytes or (SLICE_BYTES,) * max(1, plan.members.servers)
         self.trace = Trace(

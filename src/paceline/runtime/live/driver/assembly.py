@@ -57,7 +57,7 @@ from paceline.runtime.live.driver.time_limits import TimeLimits
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.driver.worker_restarts import WorkerRestarts
 from paceline.runtime.live.messaging.unix_sockets import Listener, Waiter
-from paceline.runtime.live.protocol import resizing_messages, script_calls, wire
+from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls, wire
 from paceline.runtime.live.protocol.configuration import LiveConfig
 from paceline.runtime.live.storage import endpoints
 
@@ -132,7 +132,7 @@ def assemble(
     coordinators = Coordinators(folder, plan.seed, state.now, messenger, hosts.ring if hosts is not None else None)
 
     resumed = find_resumed(plan.checkpointing, say)
-    sample_dispatchers = SampleDispatchers(resumed.epochs, state.now, messenger.to_worker)
+    sample_dispatchers = SampleDispatchers(resumed.epochs, state.now, messenger.to_worker, lambda: state.stage.policy)
     durability = Durability(plan.checkpointing, folder / "others", say)
     schedulers = LRSchedulerStates(roster, resumed.schedulers, durability.keep_schedulers)
 
@@ -244,7 +244,7 @@ def assemble(
 
     handlers: dict[type, Callable[[Any], object]] = {
         wire.Describe: admission.take,
-        wire.LeaseEvents: sample_dispatchers.hear,
+        lease_messages.LeaseEvents: sample_dispatchers.hear,
         wire.Log: logged.take,
         wire.Leave: take_leave,
         wire.Without: peers.go_without,

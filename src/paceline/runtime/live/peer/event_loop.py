@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.runtime.execution import MachineRunner
 from paceline.runtime.live.messaging.senders import Process
 from paceline.runtime.live.peer.neighbours import Neighbours
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol import lease_messages, wire
 from paceline.runtime.live.protocol.configuration import Endpoint
 from paceline.runtime.live.trainer.participation import Participation
 from paceline.runtime.live.trainer.run_connection import RunConnection
@@ -53,7 +53,7 @@ class EventLoop:
         """Members that have sent all they will ever send."""
         self.passed_over: set[Process] = set()
         """Those of them that the driver was asked to remove, since this peer would wait for them."""
-        self.leases: deque[wire.LeaseAnswer] = deque()
+        self.leases: deque[lease_messages.LeaseAnswer] = deque()
         """Samples for the sampler, which belongs to the script's thread."""
 
     def hear(self, timeout_s: float) -> bool:
@@ -86,7 +86,7 @@ class EventLoop:
                 self.see(view, endpoints)
             case wire.Done(processes):
                 self.done.update(processes)
-            case wire.LeaseAnswer():
+            case lease_messages.LeaseAnswer():
                 self.leases.append(message)
             case _:
                 self.participation.handle_order(message)

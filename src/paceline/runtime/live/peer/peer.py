@@ -69,6 +69,8 @@ class LivePeer:
         """The iteration of the run that this peer's iteration 0 is."""
         self.hyper = begin.hyper if begin.hyper is not None else model.optimizer.groups
         self.status_sent_s = 0.0
+        self.ordered_at = 0.0
+        """When the parameters of the iteration that is computed were there."""
         self.participation = Participation(run, self.await_driver)
         self.neighbours = neighbours
         self.parameters = PeerParameters(model.tensors, neighbours.slot_pool)
@@ -133,7 +135,7 @@ class LivePeer:
         self._hand_in("the peer skipped this step", hyper)
 
     def slow_down(self, started: float) -> None:
-        self.run.scenario.slow_down(started)
+        self.run.scenario.slow_down(started, self.participation.leases.relative_batch())
         self.run.scenario.inject_faults(self.iteration)
         self.pass_slow_link()
 
@@ -167,7 +169,9 @@ class LivePeer:
         self.hyper = hyper
         self.participation.begin_waiting()  # if it was told to stop while it computed, it begins to wait only now
         self.events.hear(0.0)
-        done = (self.run.now(), ordered.iteration, ordered.attempt, (self.nbytes,))
+        now = self.run.now()
+        self.participation.leases.note_step(now - self.ordered_at)
+        done = (now, ordered.iteration, ordered.attempt, (self.nbytes,))
         self.events.deliver(GradientRejected(*done, refusal) if refusal else GradientReady(*done, weight))
         self._await_order()
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
@@ -188,6 +192,7 @@ class LivePeer:
             if participation.stopping and (participation.gives_up or not executor.holds_parameters):
                 raise Stopped(whole=executor.holds_parameters)
         executor.waits = ""
+        self.ordered_at = self.run.now()
 
     def _status_is_due(self) -> bool:
         return time.monotonic() - self.status_sent_s > STATUS_S

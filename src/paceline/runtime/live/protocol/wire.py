@@ -1,14 +1,14 @@
 """The messages between the processes of a live run, besides the core's. Encoded by msgspec.
 
-worker -> driver     Describe (the model, from worker 0), LeaseEvents, Log, Rejected, Leave; Ask, for the scheduler
-driver -> worker     Begin, LeaseAnswer, ServerRestarted, Refuse, Stop; FromScheduler, from the scheduler
+worker -> driver     Describe (the model, from worker 0), Log, Rejected, Leave; Ask, for the scheduler
+driver -> worker     Begin, ServerRestarted, Refuse, Stop; FromScheduler, from the scheduler
 driver -> server     Enrol, Configure, StartClock, NewView, Checkpoint, Finish; Planned, Reduced
 server -> driver     Ready, Status, Due, Saved, Undurable, Finished; Ask, for the scheduler; Measured
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch; from other hosts Staged, Commit
 server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters (`coded_messages.py`)
 Between hosts these are in an `Envelope` (`protocol/envelope.py`), with gradients and parameters as frames behind it.
 Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
-core's messages. `resizing_messages.py` and `script_calls.py` list their messages.
+core's messages. `lease_messages.py`, `resizing_messages.py` and `script_calls.py` list their messages.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from msgspec import Struct
 
 from paceline.core.events import ServersChanged
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
-from paceline.core.sample_dispatch import GrantLease, LeaseAcknowledged, LeaseRequested, LeaseReturned, SkipEpoch
 from paceline.core.topology import Topology
-from paceline.runtime.live.protocol import resizing_messages, script_calls
+from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
@@ -77,28 +76,6 @@ class Without(Struct, frozen=True, tag=True):
 
     rank: int
     incarnation: int
-
-
-class LeaseEvents(Struct, frozen=True, tag=True):
-    """A worker's events for the dispatcher of one of its samplers: what it has settled, and perhaps a request.
-
-    Samplers are numbered in the order in which a script makes them. Size and seed must be the same on every worker.
-    """
-
-    rank: int
-    incarnation: int
-    sampler: int
-    size: int
-    seed: int
-    events: tuple[LeaseRequested | LeaseAcknowledged | LeaseReturned, ...]
-
-
-class LeaseAnswer(Struct, frozen=True, tag=True):
-    """The dispatcher's answer to a request, and the epoch it is for, which a joiner does not know."""
-
-    sampler: int
-    epoch: int
-    answer: GrantLease | SkipEpoch
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -373,13 +350,13 @@ class Parcel(Struct, frozen=True, array_like=True):
 
 
 ToDriver = (
-    Describe | LeaseEvents | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
-    | Without | Undurable | Measured | resizing_messages.ToDriver
+    Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
+    | Without | Undurable | Measured | lease_messages.LeaseEvents | resizing_messages.ToDriver
     | script_calls.LRSchedulerStates | script_calls.EndRun | script_calls.AtBarrier | script_calls.Awaited
 )  # fmt: skip
 ToWorker = (
-    Begin | LeaseAnswer | Refuse | Stop | ServerRestarted | FromScheduler | NewView | Done | resizing_messages.ToWorker
-    | script_calls.BarrierOpened | script_calls.Follow
+    Begin | Refuse | Stop | ServerRestarted | FromScheduler | NewView | Done | lease_messages.LeaseAnswer
+    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow
 )  # fmt: skip
 ToServer = (
     Enrol | Configure | StartClock | NewView | Checkpoint | Finish | Planned | Reduced | resizing_messages.ToServer

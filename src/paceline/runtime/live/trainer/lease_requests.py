@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.core.control.batch_balance import BatchRequested
 from paceline.core.sample_dispatch import GrantLease, LeaseAcknowledged, LeaseRequested, LeaseReturned, SkipEpoch
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol import lease_messages
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.sample_order import permutation
 
@@ -33,6 +34,10 @@ class LeaseRequests:
         """Whether a request is not answered yet."""
         self.answer: GrantLease | SkipEpoch | None = None
         """The answer to the last request, until it is taken."""
+        self.batch: int | None = None
+        """The samples of each batch of the last lease, if batches are balanced."""
+        self.asks_for_batches: Callable[[float, int], BatchRequested] | None = None
+        """Makes what goes with a request of this time and ticket, if batches are balanced."""
         self.reports: list[tuple[bool, int, int, int]] = []
         """(counted, ticket, start, stop) of the samples that are settled and not reported."""
         self.permutations: dict[int, NDArray[np.int64]] = {}
@@ -44,12 +49,13 @@ class LeaseRequests:
         run = self.run
         self._send(LeaseRequested(run.now(), run.rank, run.incarnation, self.ticket, self.epoch, count))
 
-    def receive(self, message: wire.LeaseAnswer) -> None:
+    def receive(self, message: lease_messages.LeaseAnswer) -> None:
         """Takes an answer of the driver; one to an earlier request is ignored."""
         if self.open and message.answer.ticket == self.ticket:
             self.open = False
             self.epoch = message.epoch
             self.answer = message.answer
+            self.batch = message.batch
 
     def take_answer(self) -> GrantLease | SkipEpoch:
         """Returns the answer to the last request, when it has come."""
@@ -92,4 +98,7 @@ class LeaseRequests:
         ]
         self.reports.clear()
         events = (*settled, *requests)
-        run.send(wire.LeaseEvents(run.rank, run.incarnation, self.sampler, self.size, self.seed, events))
+        batches = self.asks_for_batches(now, self.ticket) if requests and self.asks_for_batches is not None else None
+        run.send(
+            lease_messages.LeaseEvents(run.rank, run.incarnation, self.sampler, self.size, self.seed, events, batches)
+        )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from paceline.errors import PacelineError
-from paceline.runtime.live.protocol import script_calls, wire
+from paceline.runtime.live.protocol import lease_messages, script_calls, wire
 from paceline.runtime.live.system.training_end import Stopped, TrainingEnd
 from paceline.runtime.live.trainer.barrier_wait import BarrierWait
 from paceline.runtime.live.trainer.run_connection import RunConnection
@@ -41,7 +41,7 @@ class Participation:
             case wire.Stop():
                 self._stop()
                 self.run.scenario.has_left |= message.leaves
-            case wire.LeaseAnswer():
+            case lease_messages.LeaseAnswer():
                 self.leases.receive(message)
             case script_calls.BarrierOpened():
                 self.barrier.open()

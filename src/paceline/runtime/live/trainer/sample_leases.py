@@ -45,11 +45,13 @@ import threading
 from collections.abc import Callable
 
 from paceline.errors import PacelineError
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol import lease_messages
 from paceline.runtime.live.system.training_end import TrainingEnd
+from paceline.runtime.live.trainer.batch_leases import BatchLeases
 from paceline.runtime.live.trainer.lease_requests import LeaseRequests
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.sampler_leases import SamplerLeases
+from paceline.sample_order import BatchSizes
 
 
 class SampleLeases:
@@ -77,7 +79,16 @@ class SampleLeases:
             self.samplers[sampler] = SamplerLeases(requests, share, per_step, self.end, self.check_caller)
         return self.samplers[sampler]
 
-    def receive(self, answer: wire.LeaseAnswer) -> None:
+    def of_batches(self, sampler: int, size: int, seed: int, sizes: BatchSizes) -> BatchLeases:
+        """Returns the leases of a sampler of batches, which are made if it has none."""
+        known = self.samplers.get(sampler)
+        if not isinstance(known, BatchLeases):
+            requests = LeaseRequests(self.run, self.await_driver, sampler, size, seed)
+            share = size // self.run.config.members.workers
+            known = self.samplers[sampler] = BatchLeases(requests, share, sizes, self.end, self.check_caller)
+        return known
+
+    def receive(self, answer: lease_messages.LeaseAnswer) -> None:
         """Takes an answer of the driver to a request."""
         self.samplers[answer.sampler].requests.receive(answer)
 
@@ -85,6 +96,19 @@ class SampleLeases:
         """Returns how many samples this step uses: those of the first sampler that was drawn from; 1 without any."""
         weights = (self.samplers[number].weight() for number in sorted(self.samplers))
         return float(next((weight for weight in weights if weight > 0), 1))
+
+    def note_step(self, seconds: float) -> None:
+        """A step has computed for so long."""
+        for sampler in self.samplers.values():
+            if isinstance(sampler, BatchLeases) and (samples := sampler.weight()) > 0:
+                sampler.note_step(samples, seconds)
+
+    def relative_batch(self) -> float:
+        """Returns the samples of this step as a multiple of an equal batch; 1 if batches are not balanced."""
+        for sampler in self.samplers.values():
+            if isinstance(sampler, BatchLeases) and sampler.sizes.balance and (samples := sampler.weight()) > 0:
+                return samples / sampler.sizes.batch
+        return 1.0
 
     def settle(self, counted: bool) -> None:
         """A step was taken: the samples it used are acknowledged or returned."""

@@ -25,10 +25,12 @@ FIRST_GUESS = 8
 class SampleLease:
     """The samples of one lease: the first `drawn` of them were drawn, and the first `settled` of those settled."""
 
-    __slots__ = ("drawn", "epoch", "samples", "settled", "ticket")
+    __slots__ = ("batch", "drawn", "epoch", "samples", "settled", "ticket")
 
-    def __init__(self, ticket: int, epoch: int, samples: list[int]) -> None:
+    def __init__(self, ticket: int, epoch: int, samples: list[int], batch: int | None = None) -> None:
+        """`batch` is how many samples a step is to use, if batches are balanced."""
         self.ticket = ticket
+        self.batch = batch
         self.epoch = epoch
         self.samples = samples
         self.drawn = 0
@@ -129,12 +131,7 @@ class SamplerLeases:
                 "this DataLoader draws ahead of the loop, and its batches are not torch's: say how many samples a step "
                 "uses, paceline.Sampler(data, per_step=...)"
             )
-        self.iteration += 1
-        iteration = self.iteration
-        self.settle(counted=False)
-        self.settled, self.used, self.aborted = 0, loader.used(), (0, 0)
-        self.exhausted = False
-        before, leased = self.yielded, self.leased
+        iteration, before, leased = self._begin_iteration(loader.used()), self.yielded, self.leased
         while (lease := self._next_lease(self.yielded > before)) is not None:
             leased.current = lease
             # Meanwhile drawn samples may be put back, even into the lease before.
@@ -150,6 +147,14 @@ class SamplerLeases:
         self.exhausted = True
         leased.put_back((self.yielded - before) % loader.whole)
 
+    def _begin_iteration(self, used: Callable[[], int] | None) -> int:
+        """Begins an iteration, whose loader may know what is `used`; returns its number."""
+        self.iteration += 1
+        self.settle(counted=False)
+        self.settled, self.used, self.aborted = 0, used, (0, 0)
+        self.exhausted = False
+        return self.iteration
+
     def _next_lease(self, drew: bool) -> SampleLease | None:
         """Returns the lease to draw from; None if the iteration, which `drew` something already, is over."""
         lease = self.leased.undrawn()
@@ -158,7 +163,8 @@ class SamplerLeases:
                 self.requests.request(self.lease_size())
             answer = self.requests.take_answer()
             if isinstance(answer, GrantLease):
-                lease = SampleLease(answer.ticket, answer.epoch, self.requests.samples(answer))
+                samples = self.requests.samples(answer)
+                lease = SampleLease(answer.ticket, answer.epoch, samples, self.requests.batch)
                 self.leased.leases.append(lease)
             self.requests.request(self.lease_size())
             if drew:

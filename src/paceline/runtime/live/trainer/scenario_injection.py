@@ -33,13 +33,16 @@ class ScenarioInjection:
         if self.scenario is not None:
             self.slowdown = self.scenario.slowdowns(rank, config.members.workers, config.seed)
 
-    def slow_down(self, started: float, look: Callable[[], None] | None = None) -> None:
-        """Makes the computation that began at `started` as long as the scenario says; calls `look` meanwhile."""
+    def slow_down(self, started: float, batch: float = 1.0, look: Callable[[], None] | None = None) -> None:
+        """Makes the computation that began at `started` as long as the scenario says; calls `look` meanwhile.
+
+        It is on `batch` times the samples of an equal batch.
+        """
         if self.scenario is None or self.slowdown is None:
             return
         took = time.monotonic() - started
         known = self.scenario.undisturbed_s()
-        undisturbed = took if known is None else known
+        undisturbed = took if known is None else known * self.scenario.of_batch(batch)
         until = time.monotonic() - took + self.slowdown() * undisturbed
         while (remaining := until - time.monotonic()) > 0:
             time.sleep(remaining if look is None else min(remaining, LOOK_S))

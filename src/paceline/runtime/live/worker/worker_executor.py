@@ -39,6 +39,8 @@ class WorkerExecutor:
         self.to_scheduler: list[Pull | Notify] = []
         self.ordered: Compute | None = None
         """The computation that the script is in."""
+        self.ordered_at = 0.0
+        """When the parameters for it were there."""
         self.timer: tuple[float, int] | None = None
         """When the worker is to pull, if it rests before: naive waiting."""
         self.stretched: Compute | None = None
@@ -54,8 +56,9 @@ class WorkerExecutor:
         self.ordered = None
         changed = self.connections.change_hyper(hyper)
         self.memory.commit()
-        sizes = self.connections.slice_bytes
-        self.runner.deliver(GradientReady(self.run.now(), ordered.iteration, ordered.attempt, sizes, weight))
+        sizes, now = self.connections.slice_bytes, self.run.now()
+        self.orders.participation.leases.note_step(now - self.ordered_at)
+        self.runner.deliver(GradientReady(now, ordered.iteration, ordered.attempt, sizes, weight))
         self.flush(absent, changed, refusal)
         self.await_order()
         self.memory.release()
@@ -77,7 +80,8 @@ class WorkerExecutor:
         """Makes the computation as long as the scenario says, once; calls `look` now and then meanwhile."""
         if self.stretched is not self.ordered:
             self.stretched = self.ordered
-            self.run.scenario.slow_down(started, look)
+            batch = self.orders.participation.leases.relative_batch()
+            self.run.scenario.slow_down(started, batch, look)
 
     # Waiting.
 
@@ -118,6 +122,7 @@ class WorkerExecutor:
                 self.trace.flush()
                 self.orders.participation.check_patience()
         self.memory.load()
+        self.ordered_at = self.run.now()
 
     def rest(self, due: float, timer: int) -> None:
         """Naive waiting: pulls when the time is over, or the run ends. The driver is heard meanwhile."""
