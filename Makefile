@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-ci test-all check clean
+.PHONY: setup demo test test-ci test-gpu test-all check clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,13 @@ test: setup
 # What takes longer and rarely breaks.
 test-ci: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "ci and not long"
+
+# What needs a GPU; skipped, with the reason, where there is none. The interpreter may be another one, with its own torch:
+# make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs -n 4 --ignore=tests/gpu/test_kills.py tests/gpu tests/live/test_gpu.py
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu/test_kills.py
 
 # With those that take minutes: faults over several hosts, each policy over three, nodes lost under Ray and torchrun.
 test-all: test test-ci

@@ -1,4 +1,4 @@
-"""Trains a small net in a live run and saves its parameters: `gpu_script.py DEVICE OVERLAP FILE POLICY SERVERS`.
+"""Trains a small net in a live run and saves its parameters: `gpu_script.py DEVICE OVERLAP FILE POLICY SERVERS PLACE`.
 
 A process of its own, which never touches CUDA: its forks, the workers, do.
 """
@@ -35,11 +35,12 @@ def work(device: str, overlap: bool) -> None:
 
 
 def main() -> None:
-    device, overlap, file, policy, count = sys.argv[1:]
+    device, overlap, file, policy, count, place = sys.argv[1:]
     servers = None if isinstance(policies.parse(policy), PeerPolicy) else int(count)
     run = paceline.launch(
-        lambda: work(device, overlap == "True"), workers=2, servers=servers, policy=policy, timeout_s=90
-    )
+        lambda: work(device, overlap == "True"),
+        workers=2, servers=servers, policy=policy, timeout_s=90, servers_on=place,
+    )  # fmt: skip
     assert run.failures == [], run.failures
     save_file(dict(run.parameters), file)
 

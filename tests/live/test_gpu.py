@@ -25,7 +25,7 @@ from paceline.tensors.layout import layout_of
 from .test_aborting import ITERATION, Alone, abortable
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture
@@ -111,22 +111,26 @@ def test_what_follows_load_sees_the_new_parameters_and_settle_waits_for_it(moved
     assert [round(value.item(), 3) for value in sums] == [3.0] * len(tensors)
 
 
-def trained(folder: Path, device: str, overlap: bool, policy: str, servers: int = 2) -> dict[str, torch.Tensor]:
+def trained(
+    folder: Path, device: str, overlap: bool, policy: str, servers: int = 2, place: str = "auto"
+) -> dict[str, torch.Tensor]:
     file = folder / f"{device}-{overlap}.safetensors"
-    arguments = [device, str(overlap), str(file), policy, str(servers)]
+    arguments = [device, str(overlap), str(file), policy, str(servers), place]
     script = [sys.executable, str(ROOT / "tests/live/gpu_script.py"), *arguments]
     done = subprocess.run(script, capture_output=True, text=True, timeout=110, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert "slow" not in done.stderr
+    assert ("where the models are" in done.stdout) == (device == "cuda" and place == "auto"), done.stdout
     return load_file(file)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_live_run_on_the_gpu_equals_one_on_the_cpu(servers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["auto", "cpu"])
+def test_a_live_run_on_the_gpu_equals_one_on_the_cpu(servers: int, place: str, tmp_path: Path) -> None:
     """Under one server the parameters come from the vector that it steps, under two from a segment of one's own."""
     reference = trained(tmp_path, "cpu", False, "bsp", servers)
     for overlap in (False, True):
-        found = trained(tmp_path, "cuda", overlap, "bsp", servers)
+        found = trained(tmp_path, "cuda", overlap, "bsp", servers, place)
         for name, value in reference.items():
             assert torch.allclose(value, found[name], atol=1e-9), name
 

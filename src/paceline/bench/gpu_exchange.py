@@ -105,7 +105,8 @@ def work(setting: Setting) -> None:
     rank = session.init().rank
     device = place_of(rank)
     torch.manual_seed(0)
-    model = Transformer(setting.shape).to(device)
+    with device:
+        model = Transformer(setting.shape)
     opt = Optimizer(make_optimizer(setting.optimizer, model, fused=device.type == "cuda" or None), model=model)
 
     def fill() -> None:
@@ -200,7 +201,8 @@ def plain(setting: Setting) -> dict[str, float]:
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)
         context = total - free - before
-    model = Transformer(setting.shape).to(device)
+    with device:
+        model = Transformer(setting.shape)
     optimizer, tokens = make_optimizer(setting.optimizer, model, fused=True), batch_of(setting.shape, device)
 
     def step() -> None:
@@ -227,7 +229,8 @@ def ddp_loop(rank: int, size: int, store: str, setting: Setting) -> dict[str, fl
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    model = Transformer(setting.shape).to(device)
+    with device:
+        model = Transformer(setting.shape)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer, tokens = make_optimizer(setting.optimizer, model, fused=True), batch_of(setting.shape, device)
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from paceline.tensors import fused_kernels
 
+TOGETHER = 1 << 25
+"""Bytes of gradients that are copied together, at least."""
+
 
 class CopyStream(Protocol):
     """Copies of one device, in order, beside what the device computes."""
@@ -48,6 +51,8 @@ class StreamCopies:
         self.gradient = gradient
         self.parameters = parameters
         self.copy_streams = copy_streams
+        self.pending: dict[int, Tensor] = {}
+        """Gradients that are copied together with the next ones."""
         self.found: dict[int, bool | Tensor] = {}
         """Whether each gradient is finite, or a number on the device that is if the gradient is."""
 
@@ -57,6 +62,13 @@ class StreamCopies:
         return self.finish()
 
     def put(self, gradients: Mapping[int, Tensor]) -> None:
+        """Begins to copy these gradients, when there are enough: starting many small copies would take longer."""
+        self.pending.update(gradients)
+        if sum(gradient.nbytes for gradient in self.pending.values()) >= TOGETHER:
+            self._copy_pending()
+
+    def _copy_pending(self) -> None:
+        gradients, self.pending = self.pending, {}
         for device, indices in by_device(gradients).items():
             mine = {index: gradients[index] for index in indices}
             copy_stream = self.copy_streams.get(device)
@@ -79,9 +91,11 @@ class StreamCopies:
             self.settle()
         for index in indices:
             self.gradient[index].zero_()
+            self.pending.pop(index, None)
             self.found.pop(index, None)
 
     def finish(self) -> bool:
+        self._copy_pending()
         self.settle()
         here = all(found for found in self.found.values() if isinstance(found, bool))
         found = {index: value for index, value in self.found.items() if isinstance(value, Tensor)}
