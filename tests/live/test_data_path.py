@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.runtime.live.worker import cuda_copies, gathered_gradient, host_copies
+from paceline.runtime.live.worker import cuda_copies, gathered_gradient, host_copies, stream_copies
 from paceline.runtime.live.worker.data_path import GradientCopies
 from paceline.runtime.live.worker.host_copies import AROUND, HostCopies, write_slice
 from paceline.runtime.live.worker.stream_copies import StreamCopies
@@ -213,14 +213,17 @@ def train(overlap: bool, late: bool, policy: str = "bsp") -> paceline.Run:
             model[: 3 if step == 5 else 5](torch.randn(4, 5, generator=generator)).pow(2).sum().backward()
             opt.skip_step() if step == 2 + rank else opt.step()
         if late:
-            assert copy_stream.most == (6 if overlap else 1), "with overlap each gradient goes by itself"
+            assert copy_stream.most == ({1: 6, 100: 2}[stream_copies.TOGETHER] if overlap else 1)
 
     run = paceline.launch(work, workers=2, servers=2, policy=policy, timeout_s=60)
     assert run.failures == []
     return run
 
 
-def test_a_model_on_a_late_device_trains_as_one_on_the_cpu(capfd) -> None:
+@pytest.mark.parametrize("together", [1, 100])
+def test_a_model_on_a_late_device_trains_as_one_on_the_cpu(together: int, capfd, monkeypatch) -> None:
+    """Gradients are copied one by one, or as soon as there are a hundred bytes of them."""
+    monkeypatch.setattr(stream_copies, "TOGETHER", together)
     expected = train(overlap=False, late=False).parameters
     for overlap in (False, True):
         found = train(overlap, late=True).parameters
