@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +24,9 @@ from paceline.function_workers import function_starter
 from paceline.runtime.live.driver.driver import Driver, RunPlan
 from paceline.runtime.live.driver.health import FaultPolicy
 
-WORKERS = 3
+WORKERS = 8
+OTHERS = 3
+"""Workers that train while another one is killed, at least."""
 PATIENCE_S = 60.0
 PARAMETERS = 8_000_000
 
@@ -44,47 +47,64 @@ def work(folder: Path) -> None:
         (weights * torch.randn(1, device=device)).sum().backward()
         opt.step()
         steps += 1
-        (folder / f"steps-{rank}").write_text(str(steps))
+        note(folder, rank, steps)
         if (folder / "enough").exists():
             paceline.stop()
 
 
+def note(folder: Path, rank: int, steps: int) -> None:
+    """Leaves word of how many steps this worker has taken, whole or not at all."""
+    part = folder / f"part-{rank}"
+    part.write_text(str(steps))
+    part.replace(folder / f"steps-{rank}")
+
+
 def steps_of(folder: Path, rank: int) -> int:
     try:
-        return int((folder / f"steps-{rank}").read_text() or 0)
+        return int((folder / f"steps-{rank}").read_text())
     except FileNotFoundError:
         return 0
 
 
-def wait_for(holds) -> bool:
+def wait_for(holds: Callable[[], bool]) -> bool:
     until = time.monotonic() + PATIENCE_S
-    while not holds() and time.monotonic() < until:
+    while not (held := holds()) and time.monotonic() < until:
         time.sleep(0.005)
-    return bool(holds())
+    return held
+
+
+def training(folder: Path) -> dict[int, int]:
+    """Returns the steps of each worker that has taken some."""
+    steps = {rank: steps_of(folder, rank) for rank in range(WORKERS)}
+    return {rank: count for rank, count in steps.items() if count}
 
 
 def kill_all(driver: Driver, folder: Path, count: int, found: dict[str, list[int]]) -> None:
     """Kills one worker after another, at a random moment, and sees the others go on each time."""
     chance = random.Random(0)
+
+    def all_there() -> bool:
+        return len(training(folder)) == WORKERS
+
     try:
+        wait_for(all_there)
+        found["used"].append(used_mib())
         for _ in range(count):
-            before = [steps_of(folder, rank) for rank in range(WORKERS)]
-            if not wait_for(
-                lambda before=before: all(steps_of(folder, r) not in (0, before[r]) for r in range(WORKERS))
-            ):
+            if not wait_for(lambda: len(training(folder)) > OTHERS):
                 found["stuck"].append(-1)
                 return
-            found["used"].append(used_mib())
             time.sleep(chance.uniform(0, 0.05))
-            victim = chance.randrange(WORKERS)
-            child = next(each for each in driver.parts.workers.live() if each.rank == victim)
-            child.kill()
-            others = {rank: steps_of(folder, rank) for rank in range(WORKERS) if rank != victim}
-            (folder / f"steps-{victim}").write_text("0")
-            if not wait_for(lambda others=others: all(steps_of(folder, r) > n + 2 for r, n in others.items())):
+            victim = chance.choice(sorted(training(folder)))
+            next(each for each in driver.parts.workers.live() if each.rank == victim).kill()
+            time.sleep(0.02)  # what it was about to note is noted
+            (folder / f"steps-{victim}").unlink(missing_ok=True)
+            others = {rank: steps for rank, steps in training(folder).items() if rank != victim}
+            if not wait_for(lambda others=others: all(steps_of(folder, r) > steps for r, steps in others.items())):
                 found["stuck"].append(victim)
                 return
             found["killed"].append(victim)
+        wait_for(all_there)
+        found["used"].append(used_mib())
     finally:
         (folder / "enough").touch()
 

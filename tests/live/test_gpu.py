@@ -86,6 +86,7 @@ def test_the_device_looks_for_nan_and_inf(moved, bad: float, where: int) -> None
 
 def test_put_does_not_wait_and_a_gradient_let_go_of_is_still_copied(moved) -> None:
     transfer, segment, tensors = moved
+    transfer.write(tensors)  # what is used for the first time is loaded, which waits
     segment.zero_()
     busy()
     for index in range(4):
