@@ -42,7 +42,7 @@ test-ci: setup
 # make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
-	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs -n 4 --ignore=tests/gpu/test_kills.py tests/gpu tests/live/test_gpu.py
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs -n 8 --ignore=tests/gpu/test_kills.py tests/gpu tests/live/test_gpu.py
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu/test_kills.py
 
 # With those that take minutes: faults over several hosts, each policy over three, nodes lost under Ray and torchrun.

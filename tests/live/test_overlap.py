@@ -15,6 +15,7 @@ import paceline
 from paceline import workloads
 from paceline.errors import PacelineError
 from paceline.runtime.live.driver.checkpointing import CheckpointOptions
+from paceline.runtime.live.worker import stream_copies
 from paceline.runtime.live.worker.staged_gradient import StagedGradient
 from paceline.runtime.live.worker.stream_copies import StreamCopies
 from paceline.sample_order import SampleOrder
@@ -151,7 +152,8 @@ def two() -> list[torch.Tensor]:
     return [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
 
 
-def test_gradients_are_on_their_way_before_backward_is_over() -> None:
+def test_gradients_are_on_their_way_before_backward_is_over(monkeypatch) -> None:
+    monkeypatch.setattr(stream_copies, "TOGETHER", 1)
     a, b = two()
     overlap, views, copy_stream = staged([a, b])
     waiting: list[int] = []
