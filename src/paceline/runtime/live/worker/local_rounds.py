@@ -1,0 +1,190 @@
+"""Rounds of local steps: the script's own optimizer steps here, and every so many steps the worker exchanges.
+
+A `LocalRounds` stands before a `LiveWorker`, whose iterations are its rounds (`core/local_steps.py`). To that worker,
+its machine, its memory and its links the model is the *anchor*, the parameters as they last came from the servers:
+tensors of their own, which lie where a model's would, be it in the segment, in the server's vector or on a GPU. The
+script's model keeps the memory it has. At the end of a round its tensors become the outer gradient in place, which
+travels like any gradient, and then get the new anchor: so a round costs one copy of the model more than an iteration.
+
+What belongs to a gradient belongs to the local step: clipping, schedules, scaled and skipped steps, NaN and Inf. What
+belongs to an iteration belongs to the round: its samples are settled with it (`trainer/sample_leases.py`), what it
+weighs is the sum of what its steps weigh, and what is dropped, or lost with this process, is the round. A round ends
+early when the run is to end, when the script waits in `paceline.barrier()`, and when it comes to its own end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.system.training_end import Stopped
+from paceline.runtime.live.trainer.participation import Participation
+from paceline.runtime.live.trainer.step_checks import check_process
+from paceline.runtime.live.worker.inner_state import InnerState
+from paceline.runtime.live.worker.round_ends import RoundEnds
+from paceline.runtime.live.worker.worker import LiveWorker
+from paceline.tensors.fused_kernels import are_finite
+from paceline.tensors.piece_optimizers import Hyper
+
+
+class LocalRounds:
+    """A worker's part in a run with local steps; `trainer/participant.py` describes its methods."""
+
+    steps_here = True
+
+    def __init__(
+        self,
+        worker: LiveWorker,
+        tensors: Sequence[Tensor],
+        step: Callable[[], None],
+        ends: RoundEnds,
+        inner_state: InnerState,
+    ) -> None:
+        """`tensors` are the model's, in the order of the layout; `step` steps the inner optimizer on its gradients."""
+        self.worker = worker
+        self.run = worker.run
+        self.participation: Participation = worker.participation
+        self.participation.leases.by_rounds = True
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.anchor = worker.model.tensors
+        self.step = step
+        self.ends = ends
+        self.inner_state = inner_state
+        self.hyper = worker.model.optimizer.groups
+        """The outer optimizer's hyper-parameters, which nobody changes."""
+        self.steps_before = inner_state.steps or ends.steps_of(worker.iteration)
+        """The local steps before this round."""
+        self.steps = 0
+        """The local steps of this round."""
+        self.weight = 0.0
+        """How many samples they have used."""
+        self.began_step_s = time.monotonic()
+        torch._foreach_copy_(self.tensors, self.anchor)
+        ends.begin(worker.iteration)
+
+    @property
+    def iteration(self) -> int:
+        """The local step that is to be computed."""
+        return self.steps_before + self.steps
+
+    @property
+    def version(self) -> int:
+        return self.worker.version
+
+    @property
+    def dropped(self) -> Sequence[bool]:
+        return self.worker.dropped
+
+    # Steps.
+
+    def run_closure(self, closure: Callable[[], Any], started: float) -> Any:
+        return closure()  # no policy with local steps gives computations up
+
+    def note_missing_closure(self) -> None:
+        """A step comes without a closure, which no policy with local steps minds."""
+
+    def forget_gradients(self) -> None:
+        """The script is about to clear the gradients, of which nothing is kept."""
+
+    def fetch_state(self) -> Sequence[Mapping[str, Tensor]]:
+        return ()
+
+    def exchange(
+        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None
+    ) -> None:
+        """Takes a local step; if it is the last of its round, returns when the model has the next anchor."""
+        check_process(self.run)
+        if are_finite([gradient for gradient in gradients if gradient is not None]):
+            self.step()
+            self.weight += self.participation.leases.weight() if weight is None else weight
+        else:
+            self.run.send(wire.Rejected(self.run.rank, self.iteration, "the gradient is not finite"))
+        self._end_step()
+
+    def skip(self, hyper: tuple[Hyper, ...]) -> None:
+        """Counts a local step that changes nothing."""
+        check_process(self.run)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        leases, now = self.participation.leases, time.monotonic()
+        leases.note_step(now - self.began_step_s)
+        leases.hold()
+        self.steps += 1
+        self.ends.note_step()
+        self.worker.orders.hear_if_due()
+        if self.participation.stopping or self.ends.is_due():
+            self.end_round()
+        self.began_step_s = time.monotonic()
+
+    def end_round(self) -> None:
+        """Pushes what the round has learned; returns when the model has what the servers make of it."""
+        torch._foreach_neg_(self.tensors)
+        torch._foreach_add_(self.tensors, self.anchor)
+        weight, steps = self.weight, self.steps
+        self.steps_before += steps
+        self.steps, self.weight = 0, 0.0
+        self.worker.pass_slow_link()
+        try:
+            if weight > 0:
+                self.worker.exchange(self.tensors, self.hyper, weight, steps)
+            else:
+                self.worker.skip(self.hyper)
+        finally:
+            torch._foreach_copy_(self.tensors, self.anchor)
+        self.worker.pass_slow_link()
+        self.inner_state.save_if_due(self.iteration)
+        self.ends.begin(self.worker.iteration)
+
+    def _end_last_round(self) -> None:
+        """Ends the round that the script is in, if it is in one."""
+        if self.steps:
+            with contextlib.suppress(Stopped):
+                self.end_round()
+
+    def slow_down(self, started: float) -> None:
+        """Makes the local step that began at `started` as long as the scenario says, and lets its faults strike."""
+        scenario, iteration = self.run.scenario, self.worker.iteration
+        if scenario.scenario is None:
+            return
+        scenario.slow_down(started, self.participation.leases.relative_batch())
+        scenario.inject_faults(iteration)
+        for want in scenario.wanted_servers(iteration):
+            self.run.send(want)
+
+    def pass_slow_link(self) -> None:
+        """A local step sends nothing; `end_round` takes a slow connection's time."""
+
+    # What else the script asks for.
+
+    def log(self, values: dict[str, float]) -> None:
+        self.run.log(values, self.iteration, self.version)
+
+    def wait_in_barrier(self) -> None:
+        """`paceline.barrier()`: hands in the round so far, then waits as any worker does."""
+        if self.steps and not self.participation.barrier.in_step and not self.participation.end:
+            with contextlib.suppress(Stopped):
+                self.end_round()
+        self.worker.wait_in_barrier()
+        torch._foreach_copy_(self.tensors, self.anchor)
+        self.ends.begin(self.worker.iteration)
+
+    # Leaving.
+
+    def retire(self) -> None:
+        if not self.participation.end:
+            self._end_last_round()
+            self.inner_state.save(self.iteration)
+            self.worker.retire()
+
+    def leave(self, well: bool) -> None:
+        if well and not self.participation.end:
+            self._end_last_round()
+            self.inner_state.save(self.iteration)
+        self.worker.leave(well)
