@@ -19,6 +19,7 @@ from paceline.runtime.live.system.training_end import TrainingEnd
 if TYPE_CHECKING:
     import torch
 
+    from paceline.core.local_steps import LocalSteps
     from paceline.core.policy import Policy
     from paceline.runtime.live.protocol import wire
     from paceline.runtime.live.trainer.model_description import ModelDescription
@@ -126,17 +127,20 @@ def take_part(
     overlap: bool,
     inner: torch.optim.Optimizer,
     step: Callable[[], None],
+    local: LocalSteps | None = None,
 ) -> tuple[Participant, wire.Begin]:
     """Returns this process's part in its run, and how the run begins, or goes on, with it.
 
-    It is a peer, which steps `inner` here, if there are no servers; else a worker.
+    It is a peer, which steps `inner` here, if there are no servers; else a worker, which steps it with local steps.
     """
     from paceline.runtime.live.peer.startup import begin_peer, is_for_peers
-    from paceline.runtime.live.worker.startup import begin_worker
+    from paceline.runtime.live.worker.startup import begin_local_rounds, begin_worker
 
     here = world()
     if is_for_peers(run.config, policy):
         here.live, begin = begin_peer(run, model, policy, overlap, inner, step)
+    elif local is not None:
+        here.live, begin = begin_local_rounds(run, model, policy, inner, step, local)
     else:
         here.live, begin = begin_worker(run, model, policy, overlap)
     return here.live, begin

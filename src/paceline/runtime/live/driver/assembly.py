@@ -302,6 +302,7 @@ def _write_config(plan: RunPlan, folder: Path, traces: Path) -> None:
         plan.checkpointing is not None,
         secrets.token_hex(8),
         plan.multihost,
+        local_steps=plan.local_steps,
         servers_on="cpu" if plan.obstacle_to_devices else plan.servers_on,
     )
     private_files.write(folder / "config", msgspec.json.encode(config))

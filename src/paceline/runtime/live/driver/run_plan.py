@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.cluster import Cluster
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import Members
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError
@@ -39,6 +40,8 @@ class RunPlan:
     members: Members
     starter: WorkerStarter
     policy: Policy | None = None
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges; the script's if None."""
     cluster: Cluster | None = None
     seed: int = 0
     target: Target | None = None

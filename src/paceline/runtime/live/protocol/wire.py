@@ -17,8 +17,10 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.events import ServersChanged
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.core.topology import Topology
+from paceline.errors import ConfigError
 from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
@@ -42,6 +44,8 @@ class Describe(Struct, frozen=True, tag=True):
     endpoint: Endpoint | None = None
     """Where a peer can be reached, in a run on several hosts."""
     model_on: ModelDevice = ModelDevice()
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges, if they do."""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -373,5 +377,5 @@ decode_remote_request = msgspec.msgpack.Decoder(Exchange | Fetch | Staged | Comm
 decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 
-BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError)
 """The exceptions that decoding a malformed message may raise."""
