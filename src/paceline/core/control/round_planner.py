@@ -13,8 +13,9 @@ clocks need not agree.
 **Who is not there.** A worker that evaluates, or waits in a policy's gate, begins no round. When somebody begins its
 next round and the one before has never been planned, it is planned without those who are missing.
 
-**In proportion to speed** (`local_steps=proportional`; DyLU, Liu et al. 2024): the fastest does `at_most` steps and each
-other so many as it can do meanwhile, at least `at_least`. That needs nobody's beginning, so it is answered at once.
+**In proportion to speed** (`local_steps=proportional`; DyLU, Liu et al. 2024): the fastest does `at_most` steps, and
+each other so many as it can do meanwhile, at least `at_least`; until everybody's speed is known, `at_least`. That needs
+nobody's beginning, so it is answered at once.
 
 What it promises. Where step times last, nobody waits longer than the shortest of the waits to choose from, over all
 moments between everybody's `at_least` and somebody's `at_most`. Where they vary by themselves the moment is as good as
