@@ -15,18 +15,21 @@ from paceline import cluster as clusters
 from paceline import policies, workloads
 from paceline.batch_checks import batch_sizes, check_batch
 from paceline.cluster import Cluster
+from paceline.core.local_steps import LocalSteps, make
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.counts import check_count as check_count
 from paceline.errors import ConfigError
 from paceline.live_evaluation import LiveEvaluation
 from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
+from paceline.policies import with_local_steps
 from paceline.run import Point, Run, Target
 from paceline.sample_order import SHUFFLED, Batch
 from paceline.tensors import optimizers
 from paceline.tensors.devices import CPU, check_device
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.outer_optimizers import parse_outer
 from paceline.workload_training import train
 from paceline.workloads.base import Workload
 
@@ -185,6 +188,9 @@ def launch(
     slicing: str = EPS,
     watch: Watcher | None = None,
     servers_on: str = "auto",
+    local_steps: int | str | None = None,
+    every_s: float | None = None,
+    outer: str | None = None,
 ) -> Run:
     """Trains live: calls `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
 
@@ -198,17 +204,20 @@ def launch(
     returned everywhere, or when what it logs reaches the `target` ("accuracy=0.95", "val_loss<=2"); it fails if it
     takes longer than `timeout_s`. `slicing` is how the parameters are cut over the servers: "eps", equal slices, or
     "key-range", as in ps-lite. `watch` is called with each point of the history as it comes. `servers_on` says where
-    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md).
+    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md). `local_steps` (a number, or "auto")
+    or `every_s` has workers train alone between exchanges, and `outer` is the servers' optimizer then
+    (docs/local-steps.md).
     """
     from paceline.function_workers import function_starter
     from paceline.runtime.live.driver.driver import Driver, RunPlan
     from paceline.runtime.live.driver.health import FaultPolicy
 
-    size = check_live(workers, servers, policy, cluster, slicing, seed)
+    size = check_live(workers, servers, policy, cluster, slicing, seed, local_steps, every_s, outer)
     plan = RunPlan(
         members=size.members,
         starter=function_starter(fn),
         policy=size.policy,
+        local_steps=size.local_steps,
         cluster=size.cluster,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
@@ -336,6 +345,7 @@ class LiveSize(NamedTuple):
     members: Members
     policy: Policy | None
     cluster: Cluster | None
+    local_steps: LocalSteps | None = None
 
 
 def check_live(
@@ -345,10 +355,18 @@ def check_live(
     cluster: str | Cluster | None,
     slicing: str,
     seed: int,
+    local_steps: int | str | None = None,
+    every_s: float | None = None,
+    outer: str | None = None,
 ) -> LiveSize:
     """Refuses what cannot run live. Without a policy it is the script's, and servers are assumed until the script
     says."""
-    checked = policies.parse(policy) if policy is not None else None
+    local = make(local_steps, every_s, outer)
+    checked = None
+    if policy is not None:
+        checked, local = with_local_steps.parse(policy, local_steps, every_s, outer)
+    if local is not None:
+        parse_outer(local.outer)
     members = check_members(workers, 1 if servers is None else servers, seed)
     if isinstance(checked, PeerPolicy):
         refuse_servers(checked, servers, slicing)
@@ -360,7 +378,7 @@ def check_live(
     scenario = check_cluster(cluster, members) if cluster is not None else None
     if isinstance(checked, PeerPolicy):
         check_live_scenario(checked, scenario, members)
-    return LiveSize(members, checked, scenario)
+    return LiveSize(members, checked, scenario, local)
 
 
 def check_optimizer(text: str, workload: Workload, batch: Batch, members: Members, slicing: str = EPS) -> OptimizerSpec:

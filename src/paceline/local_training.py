@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,8 +10,8 @@ from msgspec import structs
 from torch import Tensor
 
 from paceline.core.local_steps import LocalSteps
+from paceline.core.rounds import Rounds
 from paceline.errors import ConfigError
-from paceline.runtime.live.worker.round_ends import RoundEnds
 from paceline.tensors.optimizers import Extras, OptimizerSpec
 from paceline.tensors.outer_optimizers import parse_outer
 from paceline.tensors.piece_optimizers import Hyper
@@ -55,21 +56,21 @@ class RoundsAlone:
     """Rounds of local steps in a world of one: the outer optimizer steps here, on what each round has learned."""
 
     def __init__(self, inner: torch.optim.Optimizer, local: LocalSteps) -> None:
-        self.ends = RoundEnds(local)
+        self.rounds = Rounds(local)
         groups = [[tensor for tensor in group["params"] if tensor.requires_grad] for group in inner.param_groups]
         self.tensors = [tensor.detach() for group in groups for tensor in group]
         anchors = [[tensor.detach().clone() for tensor in group] for group in groups]
         self.anchor = [tensor for group in anchors for tensor in group]
         self.outer = outer_of(local, len(groups)).build(anchors)
+        self.rounds.begin(time.monotonic())
 
     def note_step(self) -> None:
         """A local step was taken: ends the round if it was its last."""
-        self.ends.note_step()
-        if not self.ends.is_due():
+        if not self.rounds.end_step(time.monotonic()):
             return
         for anchor, tensor in zip(self.anchor, self.tensors, strict=True):
             anchor.grad = anchor - tensor
         self.outer.step()
         self.outer.zero_grad()
         torch._foreach_copy_(self.tensors, self.anchor)
-        self.ends.begin(0)
+        self.rounds.begin(time.monotonic())

@@ -20,8 +20,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_BEFORE
 
 from paceline import session
 from paceline.core import spec
-from paceline.core.policy import Policy
 from paceline.core.local_steps import LocalSteps, make
+from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
 from paceline.local_training import RoundsAlone, averaged_buffers, check_options, outer_of
 from paceline.lr_schedulers import LRSchedulers, Scheduler

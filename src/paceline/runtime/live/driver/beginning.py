@@ -78,6 +78,7 @@ class ModelSetup:
         self.admission.deliver(ModelChosen(lead.digest, is_full_at))
         if self.checkpointer is not None:
             self.checkpointer.check_layout(lead.layout)
+        self.coordinators.start_planner(model.local_steps)
         if isinstance(policy, PeerPolicy):
             self.peer_setup.prepare(policy)
             self.placement.choose_for_peers(self.admission.workers.processes(), self.peer_setup.folder)

@@ -8,7 +8,7 @@ worker -> server     Exchange: push and pull of one iteration in one message; Fe
 server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters (`coded_messages.py`)
 Between hosts these are in an `Envelope` (`protocol/envelope.py`), with gradients and parameters as frames behind it.
 Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
-core's messages. `lease_messages.py`, `resizing_messages.py` and `script_calls.py` list their messages.
+core's messages. `lease_messages.py`, `resizing_messages.py`, `round_messages.py` and `script_calls.py` list theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.core.topology import Topology
 from paceline.errors import ConfigError
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls
+from paceline.runtime.live.protocol import lease_messages, resizing_messages, round_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
@@ -357,10 +357,11 @@ ToDriver = (
     Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
     | Without | Undurable | Measured | lease_messages.LeaseEvents | resizing_messages.ToDriver
     | script_calls.LRSchedulerStates | script_calls.EndRun | script_calls.AtBarrier | script_calls.Awaited
+    | round_messages.Begun
 )  # fmt: skip
 ToWorker = (
     Begin | Refuse | Stop | ServerRestarted | FromScheduler | NewView | Done | lease_messages.LeaseAnswer
-    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow
+    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow | round_messages.Planned
 )  # fmt: skip
 ToServer = (
     Enrol | Configure | StartClock | NewView | Checkpoint | Finish | Planned | Reduced | resizing_messages.ToServer

@@ -15,19 +15,20 @@ early when the run is to end, when the script waits in `paceline.barrier()`, and
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.runtime.live.protocol import wire
+from paceline.core.control.round_planner import RoundBegun
+from paceline.core.local_steps import LocalSteps
+from paceline.core.rounds import Rounds
+from paceline.runtime.live.protocol import round_messages, wire
 from paceline.runtime.live.system.training_end import Stopped
 from paceline.runtime.live.trainer.participation import Participation
 from paceline.runtime.live.trainer.step_checks import check_process
 from paceline.runtime.live.worker.inner_state import InnerState
-from paceline.runtime.live.worker.round_ends import RoundEnds
 from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.tensors.fused_kernels import are_finite
 from paceline.tensors.piece_optimizers import Hyper
@@ -43,7 +44,7 @@ class LocalRounds:
         worker: LiveWorker,
         tensors: Sequence[Tensor],
         step: Callable[[], None],
-        ends: RoundEnds,
+        local: LocalSteps,
         inner_state: InnerState,
     ) -> None:
         """`tensors` are the model's, in the order of the layout; `step` steps the inner optimizer on its gradients."""
@@ -54,24 +55,23 @@ class LocalRounds:
         self.tensors = [tensor.detach() for tensor in tensors]
         self.anchor = worker.model.tensors
         self.step = step
-        self.ends = ends
+        self.rounds = Rounds(local)
+        self.participation.plan_round = lambda order: self.rounds.hear(order, self.run.now())
         self.inner_state = inner_state
         self.hyper = worker.model.optimizer.groups
         """The outer optimizer's hyper-parameters, which nobody changes."""
-        self.steps_before = inner_state.steps or ends.steps_of(worker.iteration)
-        """The local steps before this round."""
-        self.steps = 0
-        """The local steps of this round."""
+        self.steps_before = inner_state.steps or worker.iteration * (local.steps or local.at_least)
+        """The local steps before this round: of a joiner, those of the rounds it has missed, as far as they are known.
+        """
         self.weight = 0.0
-        """How many samples they have used."""
-        self.began_step_s = time.monotonic()
-        torch._foreach_copy_(self.tensors, self.anchor)
-        ends.begin(worker.iteration)
+        """How many samples the steps of this round have used."""
+        self.take_anchor()
+        self.begin_round()
 
     @property
     def iteration(self) -> int:
         """The local step that is to be computed."""
-        return self.steps_before + self.steps
+        return self.steps_before + self.rounds.steps
 
     @property
     def version(self) -> int:
@@ -113,23 +113,20 @@ class LocalRounds:
         self._end_step()
 
     def _end_step(self) -> None:
-        leases, now = self.participation.leases, time.monotonic()
-        leases.note_step(now - self.began_step_s)
+        leases, now = self.participation.leases, self.run.now()
+        leases.note_step(now - self.rounds.last)
         leases.hold()
-        self.steps += 1
-        self.ends.note_step()
         self.worker.orders.hear_if_due()
-        if self.participation.stopping or self.ends.is_due():
+        if self.rounds.end_step(now) or self.participation.stopping:
             self.end_round()
-        self.began_step_s = time.monotonic()
 
     def end_round(self) -> None:
         """Pushes what the round has learned; returns when the model has what the servers make of it."""
         torch._foreach_neg_(self.tensors)
         torch._foreach_add_(self.tensors, self.anchor)
-        weight, steps = self.weight, self.steps
+        weight, steps = self.weight, self.rounds.steps
         self.steps_before += steps
-        self.steps, self.weight = 0, 0.0
+        self.weight, self.rounds.steps = 0.0, 0
         self.worker.pass_slow_link()
         try:
             if weight > 0:
@@ -137,14 +134,26 @@ class LocalRounds:
             else:
                 self.worker.skip(self.hyper)
         finally:
-            torch._foreach_copy_(self.tensors, self.anchor)
+            self.take_anchor()
         self.worker.pass_slow_link()
         self.inner_state.save_if_due(self.iteration)
-        self.ends.begin(self.worker.iteration)
+        self.begin_round()
+
+    def take_anchor(self) -> None:
+        """Has the model hold what the servers have answered last."""
+        torch._foreach_copy_(self.tensors, self.anchor)
+
+    def begin_round(self) -> None:
+        """The model has its parameters: a round begins, and who plans its length is told."""
+        rounds, now = self.rounds, self.run.now()
+        rounds.begin(now)
+        if rounds.local.is_planned:
+            begun = RoundBegun(now, self.run.rank, self.run.incarnation, rounds.number, rounds.pace.step_s)
+            self.run.send(round_messages.Begun(begun))
 
     def _end_last_round(self) -> None:
         """Ends the round that the script is in, if it is in one."""
-        if self.steps:
+        if self.rounds.steps:
             with contextlib.suppress(Stopped):
                 self.end_round()
 
@@ -168,12 +177,13 @@ class LocalRounds:
 
     def wait_in_barrier(self) -> None:
         """`paceline.barrier()`: hands in the round so far, then waits as any worker does."""
-        if self.steps and not self.participation.barrier.in_step and not self.participation.end:
-            with contextlib.suppress(Stopped):
-                self.end_round()
+        if self.participation.end or self.participation.barrier.in_step:
+            self.worker.wait_in_barrier()
+            return
+        self._end_last_round()
         self.worker.wait_in_barrier()
-        torch._foreach_copy_(self.tensors, self.anchor)
-        self.ends.begin(self.worker.iteration)
+        self.take_anchor()
+        self.begin_round()
 
     # Leaving.
 

@@ -29,7 +29,6 @@ from paceline.runtime.live.worker.abortable_step import AbortableStep, tell_igno
 from paceline.runtime.live.worker.device_memory import memory_for
 from paceline.runtime.live.worker.inner_state import InnerState
 from paceline.runtime.live.worker.local_rounds import LocalRounds
-from paceline.runtime.live.worker.round_ends import RoundEnds
 from paceline.runtime.live.worker.shared_device_memory import SharedDeviceMemory
 from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.runtime.live.worker.worker_executor import WorkerExecutor
@@ -83,7 +82,7 @@ def begin_local_rounds(
     inner_state = InnerState(run, inner, trained_by(inner, tensors), model.layout)
     if begin.resumed and run.incarnation == 0:
         inner_state.restore()
-    return LocalRounds(worker, tensors, step, RoundEnds(local), inner_state), begin
+    return LocalRounds(worker, tensors, step, local, inner_state), begin
 
 
 def trained_by(inner: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -72,8 +72,7 @@ class LiveWorker:
     def exchange(
         self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None, steps: int = 1
     ) -> None:
-        """Pushes a gradient, of so many local steps; returns when the model holds the parameters of the next iteration.
-        """
+        """Pushes a gradient, of so many local steps; returns when the model has the next iteration's parameters."""
         check_process(self.run)
         check_tensors(self.layout, gradients, self.memory.first_changed(), "parameters belong to the servers")
         refusal = "" if self.memory.write(gradients) else "the gradient is not finite"
