@@ -120,7 +120,10 @@ class Optimizer(torch.optim.Optimizer):
             return
         described = self._describe(model, extras, run.config.slicing, local)
         step = self.here.scheduled_step
-        participant, begin = session.take_part(run, described, chosen, overlap, inner, step, local)
+        if local is None:
+            participant, begin = session.take_part(run, described, chosen, overlap, inner, step)
+        else:
+            participant, begin = session.take_part_in_rounds(run, described, chosen, inner, step, local)
         for group, current in zip(self.param_groups, (begin.hyper if local is None else None) or (), strict=False):
             group.update(current)
         participation = participant.participation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline import metric_names
@@ -127,23 +128,47 @@ def take_part(
     overlap: bool,
     inner: torch.optim.Optimizer,
     step: Callable[[], None],
-    local: LocalSteps | None = None,
 ) -> tuple[Participant, wire.Begin]:
     """Returns this process's part in its run, and how the run begins, or goes on, with it.
 
-    It is a peer, which steps `inner` here, if there are no servers; else a worker, which steps it with local steps.
+    It is a peer, which steps `inner` here, if there are no servers; else a worker.
     """
     from paceline.runtime.live.peer.startup import begin_peer, is_for_peers
-    from paceline.runtime.live.worker.startup import begin_local_rounds, begin_worker
+    from paceline.runtime.live.worker.startup import begin_worker
 
     here = world()
     if is_for_peers(run.config, policy):
         here.live, begin = begin_peer(run, model, policy, overlap, inner, step)
-    elif local is not None:
-        here.live, begin = begin_local_rounds(run, model, policy, inner, step, local)
     else:
         here.live, begin = begin_worker(run, model, policy, overlap)
     return here.live, begin
+
+
+def take_part_in_rounds(
+    run: RunConnection,
+    model: ModelDescription,
+    policy: Policy | None,
+    inner: torch.optim.Optimizer,
+    step: Callable[[], None],
+    local: LocalSteps,
+) -> tuple[Participant, wire.Begin]:
+    """Returns this process's part in a run with local steps, and how the run begins, or goes on, with it.
+
+    `step` steps `inner` on the gradients of a local step. Without servers the outer optimizer steps here, too.
+    """
+    from paceline.runtime.live.trainer.inner_state import InnerState
+    from paceline.runtime.live.trainer.local_rounds import LocalRounds, anchor_of
+
+    anchor = anchor_of(model)
+    groups = range(len(model.optimizer.groups))
+    in_groups = list(zip(model.layout.entries, anchor, strict=True))
+    outer = model.optimizer.build([[tensor for entry, tensor in in_groups if entry.group == group] for group in groups])
+    exchanger, begin = take_part(run, replace(model, tensors=anchor), policy, False, outer, lambda: outer.step())
+    inner_state = InnerState(run, inner, model.tensors, model.layout)
+    if begin.resumed and run.incarnation == 0:
+        inner_state.restore()
+    world().live = rounds = LocalRounds(exchanger, model, anchor, step, local, inner_state)
+    return rounds, begin
 
 
 def world() -> World:

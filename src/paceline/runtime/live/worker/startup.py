@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-
 import msgspec
-import torch
-from torch import Tensor
 
 from paceline.core.events import ViewChanged
-from paceline.core.local_steps import LocalSteps
 from paceline.core.policy import Policy
 from paceline.core.speculation import SpeculativeWorker
 from paceline.core.worker import Worker
@@ -27,8 +21,6 @@ from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.startup import introduce
 from paceline.runtime.live.worker.abortable_step import AbortableStep, tell_ignored
 from paceline.runtime.live.worker.device_memory import memory_for
-from paceline.runtime.live.worker.inner_state import InnerState
-from paceline.runtime.live.worker.local_rounds import LocalRounds
 from paceline.runtime.live.worker.shared_device_memory import SharedDeviceMemory
 from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.runtime.live.worker.worker_executor import WorkerExecutor
@@ -62,33 +54,6 @@ def begin_worker(
     if begin.hyper is not None:
         executor.connections.sent_hyper = begin.hyper
     return LiveWorker(model, executor, make_abortable(executor, model, overlap)), begin
-
-
-def begin_local_rounds(
-    run: RunConnection,
-    model: ModelDescription,
-    policy: Policy | None,
-    inner: torch.optim.Optimizer,
-    step: Callable[[], None],
-    local: LocalSteps,
-) -> tuple[LocalRounds, wire.Begin]:
-    """A worker that exchanges only now and then, and how the run begins, or goes on, with it.
-
-    `step` steps `inner`, on the gradients that are there.
-    """
-    tensors = model.tensors
-    anchor = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    worker, begin = begin_worker(run, replace(model, tensors=anchor), policy, overlap=False)
-    inner_state = InnerState(run, inner, trained_by(inner, tensors), model.layout)
-    if begin.resumed and run.incarnation == 0:
-        inner_state.restore()
-    return LocalRounds(worker, tensors, step, local, inner_state), begin
-
-
-def trained_by(inner: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns those of the tensors, the first, that the optimizer steps; buffers follow."""
-    own = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
-    return [tensor for tensor in tensors if id(tensor) in own]
 
 
 def take_first_parameters(executor: WorkerExecutor, begin: wire.Begin) -> None:

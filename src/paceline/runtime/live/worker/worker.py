@@ -70,7 +70,11 @@ class LiveWorker:
             self.aborting.rewind.before_clearing()
 
     def exchange(
-        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None, steps: int = 1
+        self,
+        gradients: Sequence[Tensor | None],
+        hyper: tuple[Hyper, ...],
+        weight: float | None = None,
+        steps: int = 1,
     ) -> None:
         """Pushes a gradient, of so many local steps; returns when the model has the next iteration's parameters."""
         check_process(self.run)
@@ -117,6 +121,9 @@ class LiveWorker:
         """Takes the time of a scenario's slow connection."""
         if self.run.scenario.link is not None:
             self.run.scenario.pass_link(sum(self.executor.connections.slice_bytes))
+
+    def hear(self) -> None:
+        self.orders.hear_if_due()
 
     # What else the script asks for.
 

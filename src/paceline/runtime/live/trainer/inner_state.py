@@ -38,11 +38,12 @@ class InnerState:
     def __init__(
         self, run: RunConnection, inner: torch.optim.Optimizer, tensors: Sequence[Tensor], layout: Layout
     ) -> None:
-        """`tensors` are those that `inner` trains, the first entries of the layout."""
+        """Of the tensors, which lie as `layout` says, the first ones are those that `inner` trains; buffers follow."""
         self.rank = run.rank
         self.inner = inner
-        self.tensors = tensors
-        self.layout = structs.replace(layout, entries=layout.entries[: len(tensors)])
+        count = sum(entry.group < len(inner.param_groups) for entry in layout.entries)
+        self.tensors = tensors[:count]
+        self.layout = structs.replace(layout, entries=layout.entries[:count])
         self.kind = type(inner).__name__
         traces = Path(run.config.output)
         self.path: Path | None = None
