@@ -43,6 +43,8 @@ Rule = Literal["steps", "time", "auto", "proportional"]
 """How the end of a round is found."""
 OUTER = "nesterov(lr=0.7,momentum=0.9)"
 """The outer optimizer if none is named (Douillard et al. 2023)."""
+AVERAGE = "average"
+"""The outer optimizer that only averages; what peers do always, each adding what it has learned."""
 MOST_STEPS = 1_000_000
 LONGEST_S = 1e6
 LONGEST_OUTER = 500

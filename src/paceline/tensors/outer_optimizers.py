@@ -7,7 +7,10 @@ sgd(lr=0.5), adam(lr=0.1) ...  any optimizer that servers have (`optimizer_catal
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from paceline.core import spec
+from paceline.core.local_steps import LocalSteps
 from paceline.errors import ConfigError
 from paceline.tensors import optimizers
 from paceline.tensors.optimizers import OptimizerSpec
@@ -36,3 +39,26 @@ def parse_outer(text: str) -> OptimizerSpec:
     if refused:
         raise ConfigError(f"outer={text}: {refused[0]} is for the local steps, say it of the inner optimizer")
     return parsed
+
+
+def inner_and_outer(optimizer: OptimizerSpec, local: LocalSteps) -> tuple[OptimizerSpec, OptimizerSpec]:
+    """Returns what each worker steps with, and what the servers do, of a run whose optimizer is this.
+
+    Clipping, schedules and the learning rate act on the local steps; a moving average is of the servers' parameters.
+    """
+    extras = optimizer.extras
+    if extras.clip_mean is not None:
+        raise ConfigError(
+            f"clip_mean={extras.clip_mean:g} bounds the mean of gradients, and with {local} there is none: clip bounds "
+            f"the gradient of each local step, and outer=sgd(lr=1,clip_mean=1) what rounds have learned"
+        )
+    outer = parse_outer(local.outer)
+    if extras.ema is not None and outer.extras.ema is None:
+        outer = replace(outer, extras=replace(outer.extras, ema=extras.ema))
+    outer = replace(outer, groups=outer.groups * len(optimizer.groups))
+    return replace(optimizer, extras=replace(extras, ema=None)), outer
+
+
+def borders_of(inner: OptimizerSpec, outer: OptimizerSpec) -> str:
+    """Returns where slices may begin and end, so that both can step them."""
+    return "tensors" if "tensors" in (inner.borders, outer.borders) else outer.borders
