@@ -1,7 +1,8 @@
 """The optimizer that steps on what rounds of local steps have learned, from its text (`core/local_steps.py`).
 
 average                        the model becomes the mean of what the workers have come to: SGD with rate 1
-nesterov(lr=0.7,momentum=0.9)  SGD with Nesterov momentum, the default (DiLoCo, Douillard et al. 2023)
+nesterov(lr=0.7,momentum=0.9)  SGD with Nesterov momentum, the default (DiLoCo, Douillard et al. 2023);
+                                   delayed where pushes are applied on arrival (`nesterov.py`, Liu et al. 2024)
 sgd(lr=0.5), adam(lr=0.1) ...  any optimizer that servers have (`optimizer_catalogue.py`)
 """
 
@@ -15,9 +16,8 @@ from paceline.errors import ConfigError
 from paceline.tensors import optimizers
 from paceline.tensors.optimizers import OptimizerSpec
 
-SHORT = {"average": "sgd:lr=1", "nesterov": "sgd:nesterov=true"}
+SHORT = {"average": "sgd:lr=1"}
 """Names of their own, and what they stand for."""
-NESTEROV = {"lr": "0.7", "momentum": "0.9"}
 
 
 def parse_outer(text: str) -> OptimizerSpec:
@@ -25,8 +25,6 @@ def parse_outer(text: str) -> OptimizerSpec:
     name, arguments = spec.split(text)
     if name == "average" and arguments.keys() & {"lr", "momentum", "nesterov"}:
         raise ConfigError(f"outer={text}: average has the rate 1 and no momentum; sgd takes others")
-    if name == "nesterov":
-        arguments = NESTEROV | arguments
     written, between = SHORT.get(name, name), "," if name in SHORT else ":"
     for key, value in arguments.items():
         written += f"{between}{key}={value}"
