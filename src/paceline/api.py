@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from paceline import cluster as clusters
-from paceline import policies, workloads
+from paceline import workloads
 from paceline.batch_checks import batch_sizes, check_batch
 from paceline.cluster import Cluster
 from paceline.core.local_steps import LocalSteps, make
@@ -29,7 +29,7 @@ from paceline.tensors import optimizers
 from paceline.tensors.devices import CPU, check_device
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
-from paceline.tensors.outer_optimizers import parse_outer
+from paceline.tensors.outer_optimizers import borders_of, inner_and_outer, parse_outer
 from paceline.workload_training import train
 from paceline.workloads.base import Workload
 
@@ -63,6 +63,9 @@ def simulate(
     shards: str = SHUFFLED,
     balance: bool = False,
     device: str = "cpu",
+    local_steps: int | str | None = None,
+    every_s: float | None = None,
+    outer: str | None = None,
     watch: Watcher | None = None,
 ) -> Run:
     """Trains `workload` in virtual time: real gradients, a simulated clock, the same result for the same seed.
@@ -81,6 +84,9 @@ def simulate(
     parameters are cut over the servers: "eps", equal slices, or "key-range", as in ps-lite. `shards` is how samples are
     dealt: "shuffled", or "sorted" by label, each worker its own for good. With `balance` each worker's batch follows
     its speed, as with `paceline.BatchSampler`. `device` is where gradients are computed: "cpu", "cuda" or "cuda:1".
+
+    With `local_steps` (32, "auto", "proportional") or `every_s` workers train alone between exchanges, and servers step
+    with `outer` ("nesterov(lr=0.7,momentum=0.9)"); a policy's text may say so too. `iterations` are local steps then.
     """
     check_servers_used([policy], servers)
     job = Job(
@@ -99,6 +105,9 @@ def simulate(
         shards,
         device,
         balance,
+        local_steps,
+        every_s,
+        outer,
     )
     for warning in job.warnings:
         warnings.warn(warning, stacklevel=2)
@@ -123,6 +132,7 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
         by_layer=job.by_layer,
         checked=True,
         goodbyes=True,
+        local=job.local,
     )
     training = Training(
         job.workload,
@@ -159,6 +169,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
                 target=str(job.target) if job.target is not None else None,
                 slicing=job.slicing,
                 watch=watch,
+                **(job.local.keywords() if job.local is not None else {}),
             )
         _evaluate(run, evaluation)
     run.config = job.config()
@@ -255,6 +266,9 @@ class Job:
         shards: str = SHUFFLED,
         device: str = "cpu",
         balance: bool = False,
+        local_steps: int | str | None = None,
+        every_s: float | None = None,
+        outer: str | None = None,
     ) -> None:
         self.device = check_device(device)
         self.members = check_members(workers, servers, seed)
@@ -268,7 +282,10 @@ class Job:
             raise ConfigError(f"slicing={slicing} cannot be had by_layer: there each layer has a server of its own")
         if by_layer:
             self.members = self._server_for_each_layer()
-        self.policy = check_policy(policy, self.members)
+        self.policy, self.local = with_local_steps.parse(policy, local_steps, every_s, outer)
+        self.policy.validate(self.members)
+        if self.local is not None and (by_layer or balance):
+            raise ConfigError(f"{'by_layer' if by_layer else 'balance=True'} cannot be had with {self.local}")
         self.cluster = check_cluster(cluster, self.members)
         if isinstance(self.policy, PeerPolicy):
             self._check_peers()
@@ -278,7 +295,9 @@ class Job:
         self.batch = check_batch(batch, self.members.workers) if batch is not None else self.workload.batch
         self.sizes = batch_sizes(self.batch, balance, self.policy, shards, by_layer)
         self.optimizer_text = optimizer or self.workload.optimizer
-        self.optimizer = check_optimizer(self.optimizer_text, self.workload, self.batch, self.members, self.slicing)
+        self.optimizer = check_optimizer(
+            self.optimizer_text, self.workload, self.batch, self.members, self.slicing, self.local
+        )
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
         self.iterations = check_count("iterations", iterations) if iterations is not None else default
         self.seed = seed
@@ -315,6 +334,7 @@ class Job:
             "batch": self.batch,
             "seed": self.seed,
             "device": str(self.device),
+            "local_steps": str(self.local) if self.local is not None else None,
             "torch": torch.__version__,
         }
 
@@ -326,15 +346,9 @@ def check_members(workers: int, servers: int, seed: int) -> Members:
     return Members(workers, servers)
 
 
-def check_policy(policy: str | Policy, members: Members) -> Policy:
-    checked = policies.parse(policy)
-    checked.validate(members)
-    return checked
-
-
 def check_servers_used(given: Sequence[str | Policy], servers: int | None) -> None:
     """Refuses a number of servers where no policy has any; policies without servers may stand beside one with."""
-    checked = [policies.parse(policy) for policy in given]
+    checked = [with_local_steps.parse(policy).policy for policy in given]
     if checked and all(isinstance(policy, PeerPolicy) for policy in checked):
         refuse_servers(checked[0], servers, EPS)
 
@@ -381,15 +395,24 @@ def check_live(
     return LiveSize(members, checked, scenario, local)
 
 
-def check_optimizer(text: str, workload: Workload, batch: Batch, members: Members, slicing: str = EPS) -> OptimizerSpec:
+def check_optimizer(
+    text: str,
+    workload: Workload,
+    batch: Batch,
+    members: Members,
+    slicing: str = EPS,
+    local: LocalSteps | None = None,
+) -> OptimizerSpec:
     """Returns the optimizer for this workload; refuses one that cannot train its tensors on so many servers."""
     spec = optimizers.parse(text)
     if not isinstance(batch, int):
         batch = max(1, sum(batch) // len(batch))
     if not spec.extras.batch:
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
-    layout = layout_of(trained_in(workload), spec.borders, slicing)
-    spec.check(layout)
+    inner, outer = inner_and_outer(spec, local) if local is not None else (spec, spec)
+    layout = layout_of(trained_in(workload), borders_of(inner, outer), slicing)
+    inner.check(layout)
+    outer.check(layout)
     if members.servers > layout.numel:
         raise ConfigError(f"servers={members.servers} is out of range: the model has {layout.numel} parameters")
     layout.slices(max(1, members.servers))

@@ -16,10 +16,13 @@ from paceline.tensors.optimizers import Extras, OptimizerSpec
 from paceline.tensors.outer_optimizers import parse_outer
 from paceline.tensors.piece_optimizers import Hyper
 
-FOR_THE_OUTER = ("clip_mean", "ema", "stretch")
-"""Options that say what servers do; with local steps their optimizer is the outer one."""
-AVERAGE: Hyper = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-"""What makes SGD the weighted mean of what workers have: for buffers."""
+FOR_THE_OUTER = ("clip_mean", "stretch")
+"""Options that say how servers step; with local steps their optimizer is the outer one."""
+AVERAGE: dict[str, Hyper] = {
+    "sgd": {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "nesterov": {"lr": 1.0, "momentum": 0.0},
+}
+"""What makes an optimizer take the weighted mean of what workers have: for buffers."""
 
 
 def check_options(extras: Extras, overlap: bool) -> None:
@@ -35,18 +38,21 @@ def check_options(extras: Extras, overlap: bool) -> None:
             )
 
 
-def outer_of(local: LocalSteps, groups: int, buffers: bool = False) -> OptimizerSpec:
+def outer_of(local: LocalSteps, extras: Extras, groups: int, buffers: bool = False) -> OptimizerSpec:
     """Returns the outer optimizer for a model of so many parameter groups, and one more that is for `buffers`."""
     spec = parse_outer(local.outer)
+    if extras.ema is not None and spec.extras.ema is None:
+        spec = structs.replace(spec, extras=structs.replace(spec.extras, ema=extras.ema))
     (hyper,) = spec.groups
-    return structs.replace(spec, groups=(hyper,) * groups + (hyper | AVERAGE,) * buffers)
+    last = (hyper | AVERAGE[spec.name],) if buffers else ()
+    return structs.replace(spec, groups=(hyper,) * groups + last)
 
 
 def averaged_buffers(
     local: LocalSteps, buffers: Mapping[str, Tensor], trained: Sequence[Tensor]
 ) -> list[tuple[str, Tensor]]:
     """Returns the buffers that travel with the parameters: floats of their kind, if the outer optimizer can average."""
-    if parse_outer(local.outer).name != "sgd" or not trained:
+    if parse_outer(local.outer).name not in AVERAGE or not trained:
         return []
     dtype, place = trained[0].dtype, trained[0].device
     return [each for each in buffers.items() if each[1].dtype == dtype and each[1].device == place]
@@ -61,8 +67,12 @@ class RoundsAlone:
         self.tensors = [tensor.detach() for group in groups for tensor in group]
         anchors = [[tensor.detach().clone() for tensor in group] for group in groups]
         self.anchor = [tensor for group in anchors for tensor in group]
-        self.outer = outer_of(local, len(groups)).build(anchors)
+        self.outer = outer_of(local, Extras(), len(groups)).build(anchors)
         self.rounds.begin(time.monotonic())
+
+    @property
+    def steps_since_exchange(self) -> int:
+        return self.rounds.steps
 
     def note_step(self) -> None:
         """A local step was taken: ends the round if it was its last."""

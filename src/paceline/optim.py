@@ -154,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
             count = len(self.param_groups)
             averaged = averaged_buffers(local, buffers, trained)
             travels += [(name, tensor, count) for name, tensor in averaged]
-            described = outer_of(local, count, buffers=bool(averaged))
+            described = outer_of(local, extras, count, buffers=bool(averaged))
         layout = layout_of(travels, described.borders, slicing)
         described.check(layout)
         tensors = [tensor for _, tensor, _ in travels]
@@ -306,6 +306,12 @@ class Optimizer(torch.optim.Optimizer):
     def global_step(self) -> int:
         """The iteration this worker is about to compute. After a drop or a join it may jump ahead."""
         return self.live.participant.iteration if self.live is not None else self.here.count
+
+    @property
+    def at_round_end(self) -> bool:
+        """Whether the model is what the last exchange gave, with no local step since; always, without local steps."""
+        rounds = self.here.rounds if self.live is None else self.live.participant
+        return getattr(rounds, "steps_since_exchange", 0) == 0
 
     @property
     def dropped_share(self) -> float:

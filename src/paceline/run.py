@@ -277,7 +277,7 @@ class Run:
     def peers(self) -> PeersView | None:
         """Returns how far apart the peers were, and might have been; None where there were servers."""
         workers = self.trace.header.members.workers
-        policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
+        policy = policies.parse(self.trace.header.policy) if not self.trace.header.members.servers else None
         if not isinstance(policy, PeerPolicy):
             return None
         try:

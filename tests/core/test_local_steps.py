@@ -83,8 +83,8 @@ def test_what_cannot_be_is_refused_in_one_line(given: tuple[object, ...]) -> Non
 
 def test_outer_optimizers() -> None:
     nesterov = parse_outer(OUTER)
-    assert nesterov == parse_outer("nesterov") == parse_outer("sgd(lr=0.7,momentum=0.9,nesterov=true)")
-    assert (nesterov.name, nesterov.groups[0]["nesterov"], nesterov.groups[0]["momentum"]) == ("sgd", True, 0.9)
+    assert nesterov == parse_outer("nesterov") == parse_outer("nesterov:lr=0.7")
+    assert (nesterov.name, nesterov.groups) == ("nesterov", ({"lr": 0.7, "momentum": 0.9},))
     assert parse_outer("average").groups[0]["lr"] == 1
     assert parse_outer("adam:lr=0.1").name == "adam"
     for text in (

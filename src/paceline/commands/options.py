@@ -116,7 +116,7 @@ class WorkerStart:
 
 
 @dataclass(kw_only=True)
-class Training(Outputs):
+class Training(Outputs, LocalStepOptions):
     """A bundled workload on a cluster."""
 
     workload: str = "digits-mlp"

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -43,6 +43,8 @@ Rule = Literal["steps", "time", "auto", "proportional"]
 """How the end of a round is found."""
 OUTER = "nesterov(lr=0.7,momentum=0.9)"
 """The outer optimizer if none is named (Douillard et al. 2023)."""
+AVERAGE = "average"
+"""The outer optimizer that only averages; what peers do always, each adding what it has learned."""
 MOST_STEPS = 1_000_000
 LONGEST_S = 1e6
 LONGEST_OUTER = 500
@@ -106,6 +108,10 @@ class LocalSteps(Struct, frozen=True):
             bounds = ",".join(f"{key}={value}" for key, value, otherwise in usual if value != otherwise)
             said = [f"local_steps={self.rule}({bounds})" if bounds else f"local_steps={self.rule}"]
         return said if self.outer == OUTER else [*said, f"outer={self.outer}"]
+
+    def keywords(self) -> dict[str, Any]:
+        """Returns what makes it again, as the keywords of `make`."""
+        return dict(argument.split("=", 1) for argument in self.arguments())
 
 
 def make(

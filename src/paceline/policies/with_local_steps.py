@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from paceline import policies
 from paceline.core import local_steps as records
 from paceline.core.local_steps import KEYS, LocalSteps
-from paceline.core.policy import CentralPolicy, Policy
+from paceline.core.policy import CentralPolicy, PeerPolicy, Policy
 from paceline.core.spec import split_commas
 from paceline.errors import ConfigError
 from paceline.policies import user_policy
@@ -51,8 +51,11 @@ def parse(
         else:
             within = replace(within, outer=outer)
     chosen = Chosen(policies.parse(text), beside or within)
-    if chosen.local is not None:
-        check_local_steps(chosen.policy, chosen.local)
+    if chosen.local is None:
+        return chosen
+    check_local_steps(chosen.policy, chosen.local)
+    if isinstance(chosen.policy, PeerPolicy):
+        return Chosen(chosen.policy, replace(chosen.local, outer=records.AVERAGE))
     return chosen
 
 
@@ -111,6 +114,8 @@ def check_local_steps(policy: Policy, local: LocalSteps) -> None:
     for part in parts_of(policy):
         if part.refuses_local_steps:
             raise ConfigError(f"{part} cannot have {local}: {part.refuses_local_steps}")
+    if isinstance(policy, PeerPolicy) and local.outer not in (records.OUTER, records.AVERAGE):
+        raise ConfigError(f"outer={local.outer}: under {policy} nobody steps with it, each adds what it has learned")
 
 
 def parts_of(policy: Policy) -> Sequence[Policy]:

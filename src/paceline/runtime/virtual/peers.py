@@ -72,7 +72,7 @@ class PeerSimulation(Simulation):
 
     def announce(self, view: View, joining: object = ()) -> None:
         """Announces the view to all peers."""
-        self.world.batches.announce(self.engine.now, view)
+        self.world.announce(view)
         arrival = self.engine.now + self.plan.cluster.latency_s
         for peer in self.workers.values():
             self.engine.schedule(arrival, MESSAGE, peer.deliver, ViewChanged(arrival, view))

@@ -76,6 +76,10 @@ class LocalRounds:
         return self.steps_before + self.rounds.steps
 
     @property
+    def steps_since_exchange(self) -> int:
+        return self.rounds.steps
+
+    @property
     def version(self) -> int:
         return self.exchanger.version
 
@@ -174,7 +178,9 @@ class LocalRounds:
         if scenario.scenario is None:
             return
         scenario.slow_down(started, self.participation.leases.relative_batch())
-        scenario.inject_faults(iteration)
+        local = self.rounds.local
+        if 2 * (self.rounds.steps + 1) > max(local.steps, local.at_least):  # in the middle of the round
+            scenario.inject_faults(iteration)
         for want in scenario.wanted_servers(iteration):
             self.run.send(want)
 
