@@ -40,8 +40,6 @@ class RunPlan:
     members: Members
     starter: WorkerStarter
     policy: Policy | None = None
-    local_steps: LocalSteps | None = None
-    """How workers train alone between exchanges; the script's if None."""
     cluster: Cluster | None = None
     seed: int = 0
     target: Target | None = None
@@ -60,6 +58,8 @@ class RunPlan:
     """Where the servers have the parameters: "cpu", "gpu", or "auto", where the models are."""
     servers_asked: int | None = None
     """How many servers somebody has asked for: too many, if the script's policy has none."""
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges; the script's if None."""
 
     @property
     def obstacle_to_devices(self) -> str:
