@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,14 +31,16 @@ class LocalRounds:
         """The local steps this worker has done, and counts as having done if it has joined later."""
         self.samples = 0
         """The samples that this round has used."""
+        self.most = math.inf
+        """The steps that are left to do."""
 
     def begin(self, action: Compute) -> None:
         """Begins a round: the worker has its parameters."""
         worker, now, rounds = self.worker, self.worker.engine.now, self.rounds
         rounds.begin(now)
         self.samples = 0
-        if self.world.plan.iterations is not None:
-            rounds.limit = min(rounds.limit, self.world.plan.iterations - self.done)
+        left = math.inf if self.world.plan.iterations is None else self.world.plan.iterations - self.done
+        self.most = left if left > 0 else math.inf
         worker.backend.begin_round(worker.process, action.iteration)
         if self.world.planning is not None:
             begun = RoundBegun(now, *worker.process, rounds.number, rounds.pace.step_s)
@@ -63,7 +66,7 @@ class LocalRounds:
         worker.batches.note(worker.process, worker.samples, now - worker.began)
         self.done += 1
         self.samples += worker.samples
-        over = rounds.end_step(now) or rounds.steps >= rounds.limit
+        over = rounds.end_step(now) or rounds.steps >= self.most
         if not over:
             self.begin_step(action)
         return over

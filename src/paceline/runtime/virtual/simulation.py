@@ -46,7 +46,7 @@ class Simulation:
         """Somebody has done all its iterations: whoever joins after the last one finds nothing left to do."""
         self.done: set[int] = set()
         """The members that have done their iterations, and of which nobody has heard so."""
-        self.goodbyes = plan.goodbyes or plan.policy.has_scheduler
+        self.goodbyes = plan.goodbyes or plan.policy.has_scheduler or plan.local is not None
         self.workers: dict[int, VirtualWorker] = {}
         if plan.local is not None and plan.local.is_planned:
             self.world.planning = RoundPlanning(self.world, plan.local, self.workers)
