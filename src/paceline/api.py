@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -15,13 +15,13 @@ from paceline import cluster as clusters
 from paceline import workloads
 from paceline.batch_checks import batch_sizes, check_batch
 from paceline.cluster import Cluster
-from paceline.core.local_steps import LocalSteps, make
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.counts import check_count as check_count
 from paceline.errors import ConfigError
 from paceline.live_evaluation import LiveEvaluation
-from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
+from paceline.peer_checks import check_places, refuse_servers, warning_of
 from paceline.policies import with_local_steps
 from paceline.run import Point, Run, Target
 from paceline.sample_order import SHUFFLED, Batch
@@ -29,7 +29,7 @@ from paceline.tensors import optimizers
 from paceline.tensors.devices import CPU, check_device
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
-from paceline.tensors.outer_optimizers import borders_of, inner_and_outer, parse_outer
+from paceline.tensors.outer_optimizers import borders_of, inner_and_outer
 from paceline.workload_training import train
 from paceline.workloads.base import Workload
 
@@ -220,6 +220,7 @@ def launch(
     (docs/local-steps.md).
     """
     from paceline.function_workers import function_starter
+    from paceline.live_checks import check_live
     from paceline.runtime.live.driver.driver import Driver, RunPlan
     from paceline.runtime.live.driver.health import FaultPolicy
 
@@ -351,48 +352,6 @@ def check_servers_used(given: Sequence[str | Policy], servers: int | None) -> No
     checked = [with_local_steps.parse(policy).policy for policy in given]
     if checked and all(isinstance(policy, PeerPolicy) for policy in checked):
         refuse_servers(checked[0], servers, EPS)
-
-
-class LiveSize(NamedTuple):
-    """The members of a live run, its policy and its scenario, checked."""
-
-    members: Members
-    policy: Policy | None
-    cluster: Cluster | None
-    local_steps: LocalSteps | None = None
-
-
-def check_live(
-    workers: int,
-    servers: int | None,
-    policy: str | Policy | None,
-    cluster: str | Cluster | None,
-    slicing: str,
-    seed: int,
-    local_steps: int | str | None = None,
-    every_s: float | None = None,
-    outer: str | None = None,
-) -> LiveSize:
-    """Refuses what cannot run live. Without a policy it is the script's, and servers are assumed until the script
-    says."""
-    local = make(local_steps, every_s, outer)
-    checked = None
-    if policy is not None:
-        checked, local = with_local_steps.parse(policy, local_steps, every_s, outer)
-    if local is not None:
-        parse_outer(local.outer)
-    members = check_members(workers, 1 if servers is None else servers, seed)
-    if isinstance(checked, PeerPolicy):
-        refuse_servers(checked, servers, slicing)
-        members = Members(workers, 0)
-    if isinstance(checked, PeerPolicy):
-        checked.placed((workers,)).validate(members)  # on which hosts they will be nobody knows yet
-    elif checked is not None:
-        checked.validate(members)
-    scenario = check_cluster(cluster, members) if cluster is not None else None
-    if isinstance(checked, PeerPolicy):
-        check_live_scenario(checked, scenario, members)
-    return LiveSize(members, checked, scenario, local)
 
 
 def check_optimizer(

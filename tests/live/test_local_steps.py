@@ -1,4 +1,4 @@
-"""Local steps live: rounds equal plain loops of model averaging and DiLoCo, and what belongs to a step or to a round."""
+"""Local steps live: rounds equal plain loops of model averaging and DiLoCo; what belongs to a step, what to a round."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_every_policy_takes_rounds(policy: str, local: LocalSteps, where: str) -
     run = run_of(partial(train, 40), policy, local, servers=2, cluster=scenario, multihost=OVER_TCP.get(where))
     assert run.failures == []
     events = rounds_of(run)
-    assert sum(event.steps for event in events) == WORKERS * 40
+    assert (WORKERS - 1) * 40 <= sum(event.steps for event in events) <= WORKERS * 40  # who begins late does less
     if local.rule == "auto":
         assert max(event.steps for event in events) <= 8
         assert {event.steps for event in events if event.iteration == 1} != {2}, "rounds follow a plan"

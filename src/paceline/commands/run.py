@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import tyro
 
 from paceline import private_files, run_folder
-from paceline.api import check_count, check_live
+from paceline.api import check_count
 from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
 from paceline.commands.on_ray import RayOptions
@@ -28,6 +28,7 @@ from paceline.commands.terminal import (
     size_of,
 )
 from paceline.errors import ConfigError, RunFailed
+from paceline.live_checks import check_live
 from paceline.policies.with_local_steps import text_of
 from paceline.report.html import write
 from paceline.run import INTERRUPTED, Target
