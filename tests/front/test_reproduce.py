@@ -93,7 +93,7 @@ def test_equal_seeds_give_equal_findings() -> None:
 
 
 def test_the_command_prints_tables_and_verdicts_and_writes_json(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setitem(CATALOGUE, "fluentps-lazy", lambda: FluentPSLazy(workers=4, iterations=10))
+    monkeypatch.setitem(CATALOGUE, "fluentps-lazy", lambda device: FluentPSLazy(workers=4, iterations=10, device=device))
     path = tmp_path / "out.json"
     assert cli.run(["reproduce", "fluentps-lazy", "--seed", "2", "--json", str(path)]) == 0
     data = json.loads(path.read_text())
