@@ -6,27 +6,30 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import structs
 
 from paceline import cluster as clusters
-from paceline import policies, workloads
+from paceline import workloads
 from paceline.batch_checks import batch_sizes, check_batch
 from paceline.cluster import Cluster
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import Members
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.counts import check_count as check_count
 from paceline.errors import ConfigError
 from paceline.live_evaluation import LiveEvaluation
-from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
+from paceline.peer_checks import check_places, refuse_servers, warning_of
+from paceline.policies import with_local_steps
 from paceline.run import Point, Run, Target
 from paceline.sample_order import SHUFFLED, Batch
 from paceline.tensors import optimizers
 from paceline.tensors.devices import CPU, check_device
 from paceline.tensors.layout import DTYPES, EPS, check_slicing, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.outer_optimizers import borders_of, inner_and_outer
 from paceline.workload_training import train
 from paceline.workloads.base import Workload
 
@@ -60,6 +63,9 @@ def simulate(
     shards: str = SHUFFLED,
     balance: bool = False,
     device: str = "cpu",
+    local_steps: int | str | None = None,
+    every_s: float | None = None,
+    outer: str | None = None,
     watch: Watcher | None = None,
 ) -> Run:
     """Trains `workload` in virtual time: real gradients, a simulated clock, the same result for the same seed.
@@ -78,6 +84,9 @@ def simulate(
     parameters are cut over the servers: "eps", equal slices, or "key-range", as in ps-lite. `shards` is how samples are
     dealt: "shuffled", or "sorted" by label, each worker its own for good. With `balance` each worker's batch follows
     its speed, as with `paceline.BatchSampler`. `device` is where gradients are computed: "cpu", "cuda" or "cuda:1".
+
+    With `local_steps` (32, "auto", "proportional") or `every_s` workers train alone between exchanges, and servers step
+    with `outer` ("nesterov(lr=0.7,momentum=0.9)"); a policy's text may say so too. `iterations` are local steps then.
     """
     check_servers_used([policy], servers)
     job = Job(
@@ -96,6 +105,9 @@ def simulate(
         shards,
         device,
         balance,
+        local_steps,
+        every_s,
+        outer,
     )
     for warning in job.warnings:
         warnings.warn(warning, stacklevel=2)
@@ -120,6 +132,7 @@ def simulate_job(job: Job, *, dtype: str = "float32", watch: Watcher | None = No
         by_layer=job.by_layer,
         checked=True,
         goodbyes=True,
+        local=job.local,
     )
     training = Training(
         job.workload,
@@ -156,6 +169,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
                 target=str(job.target) if job.target is not None else None,
                 slicing=job.slicing,
                 watch=watch,
+                **(job.local.keywords() if job.local is not None else {}),
             )
         _evaluate(run, evaluation)
     run.config = job.config()
@@ -185,6 +199,9 @@ def launch(
     slicing: str = EPS,
     watch: Watcher | None = None,
     servers_on: str = "auto",
+    local_steps: int | str | None = None,
+    every_s: float | None = None,
+    outer: str | None = None,
 ) -> Run:
     """Trains live: calls `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
 
@@ -198,17 +215,21 @@ def launch(
     returned everywhere, or when what it logs reaches the `target` ("accuracy=0.95", "val_loss<=2"); it fails if it
     takes longer than `timeout_s`. `slicing` is how the parameters are cut over the servers: "eps", equal slices, or
     "key-range", as in ps-lite. `watch` is called with each point of the history as it comes. `servers_on` says where
-    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md).
+    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md). `local_steps` (a number, or "auto")
+    or `every_s` has workers train alone between exchanges, and `outer` is the servers' optimizer then
+    (docs/local-steps.md).
     """
     from paceline.function_workers import function_starter
+    from paceline.live_checks import check_live
     from paceline.runtime.live.driver.driver import Driver, RunPlan
     from paceline.runtime.live.driver.health import FaultPolicy
 
-    size = check_live(workers, servers, policy, cluster, slicing, seed)
+    size = check_live(workers, servers, policy, cluster, slicing, seed, local_steps, every_s, outer)
     plan = RunPlan(
         members=size.members,
         starter=function_starter(fn),
         policy=size.policy,
+        local_steps=size.local_steps,
         cluster=size.cluster,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
@@ -246,6 +267,9 @@ class Job:
         shards: str = SHUFFLED,
         device: str = "cpu",
         balance: bool = False,
+        local_steps: int | str | None = None,
+        every_s: float | None = None,
+        outer: str | None = None,
     ) -> None:
         self.device = check_device(device)
         self.members = check_members(workers, servers, seed)
@@ -259,7 +283,10 @@ class Job:
             raise ConfigError(f"slicing={slicing} cannot be had by_layer: there each layer has a server of its own")
         if by_layer:
             self.members = self._server_for_each_layer()
-        self.policy = check_policy(policy, self.members)
+        self.policy, self.local = with_local_steps.parse(policy, local_steps, every_s, outer)
+        self.policy.validate(self.members)
+        if self.local is not None and (by_layer or balance):
+            raise ConfigError(f"{'by_layer' if by_layer else 'balance=True'} cannot be had with {self.local}")
         self.cluster = check_cluster(cluster, self.members)
         if isinstance(self.policy, PeerPolicy):
             self._check_peers()
@@ -269,7 +296,9 @@ class Job:
         self.batch = check_batch(batch, self.members.workers) if batch is not None else self.workload.batch
         self.sizes = batch_sizes(self.batch, balance, self.policy, shards, by_layer)
         self.optimizer_text = optimizer or self.workload.optimizer
-        self.optimizer = check_optimizer(self.optimizer_text, self.workload, self.batch, self.members, self.slicing)
+        self.optimizer = check_optimizer(
+            self.optimizer_text, self.workload, self.batch, self.members, self.slicing, self.local
+        )
         default = ITERATIONS if target is None else ITERATIONS_TO_TARGET
         self.iterations = check_count("iterations", iterations) if iterations is not None else default
         self.seed = seed
@@ -306,6 +335,7 @@ class Job:
             "batch": self.batch,
             "seed": self.seed,
             "device": str(self.device),
+            "local_steps": str(self.local) if self.local is not None else None,
             "torch": torch.__version__,
         }
 
@@ -317,61 +347,31 @@ def check_members(workers: int, servers: int, seed: int) -> Members:
     return Members(workers, servers)
 
 
-def check_policy(policy: str | Policy, members: Members) -> Policy:
-    checked = policies.parse(policy)
-    checked.validate(members)
-    return checked
-
-
 def check_servers_used(given: Sequence[str | Policy], servers: int | None) -> None:
     """Refuses a number of servers where no policy has any; policies without servers may stand beside one with."""
-    checked = [policies.parse(policy) for policy in given]
+    checked = [with_local_steps.parse(policy).policy for policy in given]
     if checked and all(isinstance(policy, PeerPolicy) for policy in checked):
         refuse_servers(checked[0], servers, EPS)
 
 
-class LiveSize(NamedTuple):
-    """The members of a live run, its policy and its scenario, checked."""
-
-    members: Members
-    policy: Policy | None
-    cluster: Cluster | None
-
-
-def check_live(
-    workers: int,
-    servers: int | None,
-    policy: str | Policy | None,
-    cluster: str | Cluster | None,
-    slicing: str,
-    seed: int,
-) -> LiveSize:
-    """Refuses what cannot run live. Without a policy it is the script's, and servers are assumed until the script
-    says."""
-    checked = policies.parse(policy) if policy is not None else None
-    members = check_members(workers, 1 if servers is None else servers, seed)
-    if isinstance(checked, PeerPolicy):
-        refuse_servers(checked, servers, slicing)
-        members = Members(workers, 0)
-    if isinstance(checked, PeerPolicy):
-        checked.placed((workers,)).validate(members)  # on which hosts they will be nobody knows yet
-    elif checked is not None:
-        checked.validate(members)
-    scenario = check_cluster(cluster, members) if cluster is not None else None
-    if isinstance(checked, PeerPolicy):
-        check_live_scenario(checked, scenario, members)
-    return LiveSize(members, checked, scenario)
-
-
-def check_optimizer(text: str, workload: Workload, batch: Batch, members: Members, slicing: str = EPS) -> OptimizerSpec:
+def check_optimizer(
+    text: str,
+    workload: Workload,
+    batch: Batch,
+    members: Members,
+    slicing: str = EPS,
+    local: LocalSteps | None = None,
+) -> OptimizerSpec:
     """Returns the optimizer for this workload; refuses one that cannot train its tensors on so many servers."""
     spec = optimizers.parse(text)
     if not isinstance(batch, int):
         batch = max(1, sum(batch) // len(batch))
     if not spec.extras.batch:
         spec = structs.replace(spec, extras=structs.replace(spec.extras, batch=batch))
-    layout = layout_of(trained_in(workload), spec.borders, slicing)
-    spec.check(layout)
+    inner, outer = inner_and_outer(spec, local) if local is not None else (spec, spec)
+    layout = layout_of(trained_in(workload), borders_of(inner, outer), slicing)
+    inner.check(layout)
+    outer.check(layout)
     if members.servers > layout.numel:
         raise ConfigError(f"servers={members.servers} is out of range: the model has {layout.numel} parameters")
     layout.slices(max(1, members.servers))

@@ -179,7 +179,7 @@ class Run:
     def outcome(self) -> str:
         """Says in one line what came of the run."""
         if self.target is None:
-            said = f"{self.metrics.iterations} iterations in {self.time_s:.2f} s"
+            said = f"{self.progress()} in {self.time_s:.2f} s"
         elif self.time_to_target_s is None:
             said = f"missed {self.target} in {self.time_s:.2f} s"
         else:
@@ -189,6 +189,13 @@ class Run:
         if name := next((name for name in (*wanted, *KNOWN_METRICS, *final) if name in final), None):
             said += f", {name} {figure(name, final[name])}"
         return said + (f", diverged at iteration {self.metrics.iterations}" if self.diverged else "")
+
+    def progress(self) -> str:
+        """Says how far each worker has come, in the mean."""
+        rounds, steps = self.metrics.iterations, self.metrics.local_steps
+        if not steps:
+            return f"{rounds} iterations"
+        return f"{round(steps / self.trace.header.members.workers)} local steps in {rounds} rounds"
 
     def __repr__(self) -> str:
         return f"<Run {self.policy}, {self.runtime}: {self.outcome()}>"
@@ -243,6 +250,7 @@ class Run:
             "staleness": metrics.staleness,
             "dropped": metrics.dropped,
             "bytes": metrics.bytes,
+            **({"local_steps": metrics.local_steps} if metrics.local_steps else {}),
             "slowest_worker": metrics.slowest_worker,
             **({"aborts": metrics.aborts} if metrics.aborts else {}),
             "slices": {"bytes": list(self.trace.header.slice_bytes), "imbalance": self.imbalance},
@@ -277,7 +285,7 @@ class Run:
     def peers(self) -> PeersView | None:
         """Returns how far apart the peers were, and might have been; None where there were servers."""
         workers = self.trace.header.members.workers
-        policy = policies.parse(self.policy) if not self.trace.header.members.servers else None
+        policy = policies.parse(self.trace.header.policy) if not self.trace.header.members.servers else None
         if not isinstance(policy, PeerPolicy):
             return None
         try:

@@ -97,7 +97,16 @@ class TestBytes:
         lines = trace.to_bytes().splitlines()
         assert len(lines) == 1 + len(trace)
         header = msgspec.json.decode(lines[0])
-        assert header == ["Header", "testing", "waiting:delay_s=0.1,base=backup(extra=1)", [4, 3], 14, [8, 8, 8], False]
+        assert header == [
+            "Header",
+            "testing",
+            "waiting:delay_s=0.1,base=backup(extra=1)",
+            [4, 3],
+            14,
+            [8, 8, 8],
+            False,
+            "",
+        ]
         for line in lines[1:]:
             assert msgspec.json.decode(line)[0] == "Record"
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from paceline import run_folder
-from paceline.api import check_live
+from paceline.live_checks import check_live
 from paceline.function_workers import function_starter
 from paceline.run import Target
 from paceline.runtime.live.driver.driver import Driver, RunPlan

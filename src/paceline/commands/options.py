@@ -87,6 +87,18 @@ class Outputs:
 
 
 @dataclass(kw_only=True)
+class LocalStepOptions:
+    """How long workers train alone before they exchange (docs/local-steps.md)."""
+
+    local_steps: Maybe[str] = None
+    """Train alone for so many steps between exchanges: 32, auto(at_least=16,at_most=64), proportional."""
+    every_s: Maybe[float] = None
+    """Train alone for so many seconds between exchanges."""
+    outer: Maybe[str] = None
+    """What servers do with what was learned alone: nesterov(lr=0.7,momentum=0.9), average, or any optimizer."""
+
+
+@dataclass(kw_only=True)
 class WorkerStart:
     """How the workers of this machine come to run a script."""
 
@@ -104,7 +116,7 @@ class WorkerStart:
 
 
 @dataclass(kw_only=True)
-class Training(Outputs):
+class Training(Outputs, LocalStepOptions):
     """A bundled workload on a cluster."""
 
     workload: str = "digits-mlp"

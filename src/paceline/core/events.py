@@ -87,13 +87,14 @@ class ParametersArrived(Fact, frozen=True):
 class GradientReady(Fact, frozen=True):
     """The computation ordered by `Compute(iteration, attempt)` is done; `nbytes` per shard.
 
-    The gradient stands for `weight` samples.
+    The gradient stands for `weight` samples, and for so many local steps if it is the outer gradient of a round.
     """
 
     iteration: int
     attempt: int
     nbytes: tuple[int, ...]
     weight: messages.Weight = 1.0
+    steps: int = 1
 
 
 class TimerFired(Fact, frozen=True):

@@ -41,6 +41,8 @@ class Policy(Spec):
     """Whether one more node, the scheduler, decides for all shards together."""
     balances: ClassVar[bool] = True
     """Whether workers wait for slower ones by iterations, so that batches balanced by speed make sense."""
+    refuses_local_steps: ClassVar[str] = ""
+    """Why local steps make no sense under it, in words; nothing if they do (`core/local_steps.py`)."""
     servers_may_change: ClassVar[bool] = True
     """Whether the number of servers may change while a run goes on."""
 

@@ -171,7 +171,7 @@ def split(text: str) -> tuple[str, dict[str, str]]:
     if not name:
         raise ConfigError(f"{text!r} has no name: write NAME or NAME:KEY=VALUE,KEY=VALUE")
     arguments: dict[str, str] = {}
-    for part in _split_commas(rest):
+    for part in split_commas(rest):
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
             raise ConfigError(f"{part!r} in {text!r} is not KEY=VALUE")
@@ -181,7 +181,8 @@ def split(text: str) -> tuple[str, dict[str, str]]:
     return name, arguments
 
 
-def _split_commas(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
+    """Splits a text at the commas that stand in no brackets."""
     parts, depth, start = [], 0, 0
     for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

@@ -29,6 +29,8 @@ class Header(Struct, frozen=True, array_like=True, tag=True, gc=False):
     slice_bytes: tuple[int, ...]
     clips_mean: bool = False
     """Whether the shards ask for the norm of each mean."""
+    local_steps: str = ""
+    """The local steps of the run as text, where it has some: its iterations are rounds."""
 
 
 class Record(Struct, frozen=True, array_like=True, tag=True, gc=False):

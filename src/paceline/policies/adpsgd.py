@@ -35,6 +35,7 @@ class ADPSGD(PeerPolicy):
     name: ClassVar[str] = "adpsgd"
     paper: ClassVar[str] = "Lian et al. 2018, the asynchronous baseline of Luo et al. 2019"
     balances: ClassVar[bool] = False
+    refuses_local_steps: ClassVar[str] = "a partner would get parameters in the middle of a round (hop has rounds)"
 
     graph: str = parameter("ring", doc="who may average with whom: ring, torus, complete, ... or a file")
     machines: tuple[int, ...] | None = option(None, low=1, doc="peers on each machine, for hierarchical graphs")

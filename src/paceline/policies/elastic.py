@@ -53,6 +53,7 @@ class ElasticBSP(CentralPolicy):
     name: ClassVar[str] = "elastic"
     paper: ClassVar[str] = "Zhao et al. 2021, sections 3-5 (ElasticBSP, ZipLine)"
     balances: ClassVar[bool] = False
+    refuses_local_steps: ClassVar[str] = "its plan, made for local steps, is bsp with local_steps=auto"
     on_arrival: ClassVar[bool] = True
     has_scheduler: ClassVar[bool] = True
     servers_may_change: ClassVar[bool] = False

@@ -36,6 +36,7 @@ class Scheduled(PolicyWrapper):
     name: ClassVar[str] = "scheduled"
     paper: ClassVar[str] = "Yao et al. 2019, III.D (non-overlap synchronization, as in ps-lite)"
     has_scheduler: ClassVar[bool] = True
+    refuses_local_steps: ClassVar[str] = "it is a baseline for overlapping exchanges, and with rounds few are left"
 
     base: str = parameter("bsp", doc="the policy whose conditions the scheduler applies, as ssp(staleness=3)")
 

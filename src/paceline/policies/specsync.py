@@ -38,6 +38,7 @@ class SpecSync(PolicyWrapper):
     name: ClassVar[str] = "specsync"
     paper: ClassVar[str] = "Zhang et al. 2018 (speculative synchronization)"
     balances: ClassVar[bool] = False
+    refuses_local_steps: ClassVar[str] = "a round that is begun again would lose the steps it has taken"
     has_scheduler: ClassVar[bool] = True
     servers_may_change: ClassVar[bool] = False
 

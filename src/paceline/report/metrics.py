@@ -69,6 +69,8 @@ class Metrics(Struct):
     """staleness -> how many gradients had it."""
     slowest_worker: float
     """How many times as long as the others' a computation of the slowest worker took, in the mean."""
+    local_steps: int = 0
+    """How many steps workers have done alone, in rounds that count as iterations; 0 if they exchange at every step."""
 
 
 def measure(trace: Trace, time_s: float | None = None) -> Metrics:
@@ -76,12 +78,14 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
     lanes = TimelineBuilder()
     counts = Counts(trace.header.slice_bytes)
     peers = PeerCounts(trace.header)
+    local_steps = 0
     for record in trace.records:
         lanes.take(record)
         if record.node[0] == "server":
             counts.take(record)
         elif isinstance(record.event, GradientReady | GradientRejected):
             counts.computed[record.node[1], record.incarnation] += 1
+            local_steps += record.event.steps if isinstance(record.event, GradientReady) else 0
         if record.node[0] == "peer":
             peers.take(record)
         elif record.node[0] == "scheduler":
@@ -109,6 +113,7 @@ def measure(trace: Trace, time_s: float | None = None) -> Metrics:
         aborts=describe_aborts([span for span in all_spans if span.kind == "aborted"]),
         staleness_counts=dict(sorted(staleness.items())),
         slowest_worker=slowness([span for span in all_spans if span.kind == "compute"]),
+        local_steps=local_steps if trace.header.local_steps else 0,
     )
 
 

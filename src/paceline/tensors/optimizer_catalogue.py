@@ -4,7 +4,8 @@
 at a *whole* tensor (its norm, its rows, its singular vectors) need slices on tensor borders.
 
 A step on one of N gradients must move the parameters 1/N as far. For most kinds the step is in proportion to the
-learning rate, so that is scaled. Where it is not (`blended`) the whole step is taken and then 1/N of it kept.
+learning rate, so that is scaled. Where it is not (`blended`) the whole step is taken and then 1/N of it kept; one that
+is `weighted` knows by itself what to do.
 `stretched` names the hyper-parameters that say how fast the optimizer forgets: see `Extras.stretch`. Adadelta and RAdam
 have such, but what they do in their first steps depends on the number of steps besides, so stretching misleads.
 """
@@ -17,6 +18,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.tensors.lars import LARS
+from paceline.tensors.nesterov import Nesterov
 
 
 class CatalogueEntry(NamedTuple):
@@ -26,6 +28,8 @@ class CatalogueEntry(NamedTuple):
     blended: bool = False
     matrices: bool = False
     """Whether it takes tensors of two dimensions only."""
+    weighted: bool = False
+    """Whether it is told the weight of a step, and scales by itself."""
 
 
 CATALOGUE: dict[str, CatalogueEntry] = {
@@ -40,6 +44,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     "radam": CatalogueEntry(torch.optim.RAdam),
     "asgd": CatalogueEntry(torch.optim.ASGD, blended=True),
     "rprop": CatalogueEntry(torch.optim.Rprop, blended=True),
+    "nesterov": CatalogueEntry(Nesterov, weighted=True),
     "lars": CatalogueEntry(LARS, ("momentum",), whole=True),
 }
 if hasattr(torch.optim, "Adafactor"):

@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 Value = float | int | bool | str | tuple[float | None, ...] | None
 Hyper = dict[str, Value]
 
-SCALARS = ("step", "mu_product", "eta", "mu")
+SCALARS = ("step", "mu_product", "eta", "mu", "seen")
 """The parts of a state that are one number for a tensor, not one for each element."""
 CHECKS_OF_CUDA = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 """The checks with which torch's optimizers ask before each step whether CUDA captures a graph. In a server asking would
@@ -141,7 +141,9 @@ def set_group(
     """Gives a group of torch's the hyper-parameters of a step of this weight; returns what its gradient is multiplied
     by."""
     group.update(hyper)
-    group["lr"] *= step_schedule.factor if kind.blended else weight * step_schedule.factor
+    group["lr"] *= step_schedule.factor if kind.blended or kind.weighted else weight * step_schedule.factor
+    if kind.weighted:
+        group["weight"] = weight
     if not step_schedule.stretch or weight == 1:
         return 1.0
     stretch(group, kind.stretched, weight)

@@ -43,6 +43,12 @@ class Backend:
     def compute(self, process: Process, iteration: int, samples: int) -> None:
         """A worker or a peer begins to compute a gradient on the parameters it has now, and on so many samples."""
 
+    def begin_round(self, process: Process, iteration: int) -> None:
+        """A worker or a peer begins a round of local steps with the parameters it has now."""
+
+    def local_step(self, process: Process, iteration: int, step: int, samples: int) -> None:
+        """It begins a step of its round, the `step`-th of all it does, on so many samples."""
+
     def abort(self, process: Process, iteration: int) -> None:
         """The computation was given up, or its process died."""
 

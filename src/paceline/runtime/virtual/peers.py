@@ -70,9 +70,18 @@ class PeerSimulation(Simulation):
     def make_worker(self, rank: int, incarnation: int) -> VirtualPeer:
         return VirtualPeer(self.world, rank, incarnation, self.faults, self.may_begin, carry=self.carry)
 
+    def may_begin(self, worker: VirtualWorker, iteration: int) -> bool:
+        """Returns whether the peer is to compute this iteration.
+
+        Rounds differ in length, and neighbours wait for each other's: so a peer that has done its local steps goes on
+        until all have.
+        """
+        goes_on = super().may_begin(worker, iteration)
+        return goes_on or (worker.rounds is not None and not self.engine.over)
+
     def announce(self, view: View, joining: object = ()) -> None:
         """Announces the view to all peers."""
-        self.world.batches.announce(self.engine.now, view)
+        self.world.announce(view)
         arrival = self.engine.now + self.plan.cluster.latency_s
         for peer in self.workers.values():
             self.engine.schedule(arrival, MESSAGE, peer.deliver, ViewChanged(arrival, view))

@@ -23,6 +23,7 @@ from paceline.runtime.virtual.coordinator import VirtualCoordinator
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.faults import FaultInjector
 from paceline.runtime.virtual.layerwise import LayerwiseWorker
+from paceline.runtime.virtual.local_rounds import RoundPlanning
 from paceline.runtime.virtual.server import VirtualServer
 from paceline.runtime.virtual.worker import VirtualWorker
 from paceline.runtime.virtual.world import SimulationPlan, World
@@ -45,8 +46,10 @@ class Simulation:
         """Somebody has done all its iterations: whoever joins after the last one finds nothing left to do."""
         self.done: set[int] = set()
         """The members that have done their iterations, and of which nobody has heard so."""
-        self.goodbyes = plan.goodbyes or plan.policy.has_scheduler
+        self.goodbyes = plan.goodbyes or plan.policy.has_scheduler or plan.local is not None
         self.workers: dict[int, VirtualWorker] = {}
+        if plan.local is not None and plan.local.is_planned:
+            self.world.planning = RoundPlanning(self.world, plan.local, self.workers)
         self.faults = FaultInjector(self.engine, plan.cluster.faults, self.inject)
         self.servers = [VirtualServer(self.world, shard, self.workers) for shard in range(plan.members.servers)]
         self.reducer = VirtualCoordinator(self.world, REDUCER, self.deliver)
@@ -100,9 +103,10 @@ class Simulation:
 
     def may_begin(self, worker: VirtualWorker, iteration: int) -> bool:
         """Returns whether the worker is to compute this iteration; if not, it has done all of its own."""
-        if iteration >= self.iterations:
+        done = iteration if worker.rounds is None else worker.rounds.done
+        if done >= self.iterations:
             self.finish(worker)
-        return iteration < self.iterations
+        return done < self.iterations
 
     def inject(self, fault: Fault) -> None:
         """Has a fault happen to its worker, if that is there."""
@@ -128,12 +132,16 @@ class Simulation:
         for rank, incarnation in joining.items():
             self.done.discard(rank)
             self.backend.join((rank, incarnation))
-            self.workers[rank] = self.make_worker(rank, incarnation)
+            worker = self.make_worker(rank, incarnation)
+            if worker.rounds is not None:
+                others = [each.rounds.done for each in self.workers.values() if each.rounds is not None]
+                worker.rounds.done = min(others, default=0)
+            self.workers[rank] = worker
         self.announce(self.authority.admit(joining), [self.workers[rank] for rank in ranks])
 
     def announce(self, view: View, joining: Sequence[VirtualWorker] = ()) -> None:
         """Tell the shards, the scheduler if there is one, and whoever joins; it reaches them after the latency."""
-        self.world.batches.announce(self.engine.now, view)
+        self.world.announce(view)
         arrival = self.engine.now + self.plan.cluster.latency_s
         tell = [server.runner.deliver for server in self.servers]
         tell += [self.scheduler.runner.deliver] if self.scheduler is not None else []

@@ -18,12 +18,14 @@ from paceline.runtime.clipping import check_clip_mean
 from paceline.runtime.virtual.backend import Backend, Process
 from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.gradients import Gradients
+from paceline.runtime.virtual.outer_gradients import OuterGradients
 from paceline.runtime.virtual.world import SimulationPlan
 from paceline.sample_order import SHUFFLED, Batch, BatchSizes, sample_order_of
 from paceline.tensors.device_optimizer import DeviceOptimizer, SliceOptimizer
 from paceline.tensors.devices import CPU
 from paceline.tensors.layout import EPS, Part, flatten, layout_of
 from paceline.tensors.optimizers import OptimizerSpec
+from paceline.tensors.outer_optimizers import borders_of, inner_and_outer
 from paceline.tensors.shard_optimizer import ShardOptimizer
 from paceline.tensors.significance import significance
 from paceline.workloads.base import Workload
@@ -68,21 +70,27 @@ class TensorBackend(Backend):
         self.workload = workload.on(self.device)
         self.module = workload.module(plan.seed, training.dtype).to(self.device)
         named = [(name, p, 0) for name, p in self.module.named_parameters() if p.requires_grad]
-        self.layout = layout_of(named, "layers" if plan.by_layer else optimizer.borders, training.slicing)
-        optimizer.check(self.layout)
-        check_clip_mean(plan.policy, optimizer.extras)
+        self.inner, self.outer = optimizer, optimizer
+        """What is stepped with by a worker with local steps, and by servers (or by peers)."""
+        if plan.local is not None:
+            self.inner, self.outer = inner_and_outer(optimizer, plan.local)
+        borders = "layers" if plan.by_layer else borders_of(self.inner, self.outer)
+        self.layout = layout_of(named, borders, training.slicing)
+        self.inner.check(self.layout)
+        self.outer.check(self.layout)
+        check_clip_mean(plan.policy, self.outer.extras)
         parts = max(1, plan.members.servers)
         super().__init__(self.layout.slice_bytes(parts))
-        self.clips_mean = optimizer.extras.clip_mean is not None
+        self.clips_mean = self.outer.extras.clip_mean is not None
         self.names = {name for name, _, _ in named}
         self.trained: list[Tensor] = [parameter for _, parameter, _ in named]
         self.flat = self.layout.empty(self.device)
         """The parameters that are evaluated."""
         flatten(self.trained, self.layout.views(self.flat))
         self.shards = self.layout.slices(parts)
-        self.gradients = Gradients(
-            self.workload, self.module, self.layout, self.shards, plan.seed, optimizer.extras.clip
-        )
+        work = (self.workload, self.module, self.layout, self.shards, plan.seed, self.inner.extras.clip)
+        self.rounds = OuterGradients(*work, inner=self.inner_optimizer) if plan.local is not None else None
+        self.gradients = self.rounds or Gradients(*work)
         batch = training.batch or workload.batch
         self.sample_order = sample_order_of(training.shards, workload.train, self.workers, batch, plan.seed)
         self.balanced = isinstance(plan.batch, BatchSizes)
@@ -96,7 +104,16 @@ class TensorBackend(Backend):
     def optimizer(self, part: Part, values: Tensor) -> SliceOptimizer:
         """Makes what steps a part of the parameters, where they are."""
         make = ShardOptimizer if self.device == CPU else DeviceOptimizer
-        return make(self.layout, part, values, self.training.optimizer)
+        return make(self.layout, part, values, self.outer)
+
+    def inner_optimizer(self, values: Tensor) -> SliceOptimizer:
+        """Makes what steps a worker's own parameters."""
+        make = ShardOptimizer if self.device == CPU else DeviceOptimizer
+        return make(self.layout, self.layout.slices(1)[0], values, self.inner)
+
+    def local_step(self, process: Process, iteration: int, step: int, samples: int) -> None:
+        assert self.rounds is not None
+        self.rounds.step((*process, iteration), self.sample_order.of_worker(process[0], step))
 
     def order(self, process: Process, iteration: int, parameters: Tensor, samples: int) -> None:
         """Have a gradient computed on these parameters some time, and on the samples that are the worker's turn.
@@ -165,6 +182,12 @@ class ServerTensors(TensorBackend):
 
     def leave(self, process: Process) -> None:
         self.pulled.pop(process, None)
+        if self.rounds is not None:
+            self.rounds.forget(process)
+
+    def begin_round(self, process: Process, iteration: int) -> None:
+        assert self.rounds is not None
+        self.rounds.begin((*process, iteration), self.pulled.pop(process))
 
     def read(self, process: Process, shard: int) -> None:
         if process not in self.pulled:
@@ -232,6 +255,13 @@ class PeerTensors(TensorBackend):
         del self.peers[rank], self.received[rank]
         self.sent.pop(rank, None)
         self.begun.discard(rank)
+        if self.rounds is not None:
+            self.rounds.forget(process)
+
+    def begin_round(self, process: Process, iteration: int) -> None:
+        assert self.rounds is not None
+        self.begun.add(process[0])
+        self.rounds.begin((*process, iteration), self.peers[process[0]].values.clone())
 
     def compute(self, process: Process, iteration: int, samples: int) -> None:
         self.begun.add(process[0])

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from paceline.core.policy import PeerPolicy
+from paceline.policies.with_local_steps import text_of
 from paceline.run import Run
 from paceline.runtime.virtual.engine import Engine
 from paceline.runtime.virtual.peers import PeerSimulation
@@ -38,7 +39,7 @@ def run_on(backend: TensorBackend, plan: SimulationPlan) -> Run:
         LOG.warning("equal seeds need not give equal runs here: torch has no deterministic %s for a GPU", names)
     averages = [average.cpu() for average in backend.averages()]
     return Run(
-        policy=str(plan.policy),
+        policy=text_of(str(plan.policy), plan.local),
         runtime=backend.name,
         history=backend.history,
         trace=simulation.trace,

@@ -10,6 +10,7 @@ from paceline.core.events import ComputeAborted, Event, GradientReady, Parameter
 from paceline.core.messages import FromScheduler, Node, Push, Role
 from paceline.runtime.virtual.engine import COMPUTE, MESSAGE, TIMER, Callback, Wire
 from paceline.runtime.virtual.faults import FaultInjector
+from paceline.runtime.virtual.local_rounds import LocalRounds
 from paceline.runtime.virtual.world import World
 
 
@@ -53,6 +54,8 @@ class VirtualWorker:
         self.began = 0.0
         self.samples = 0
         """When the gradient was begun that is computed, and on how many samples."""
+        self.rounds = LocalRounds(self, world, plan.local) if plan.local is not None else None
+        """Its rounds of local steps, if an iteration is one."""
         self.runner = world.runner(Node(self.role, rank), self, incarnation)
 
     def deliver(self, event: Event) -> None:
@@ -102,15 +105,34 @@ class VirtualWorker:
         if not self.may_begin(self, action.iteration):
             return
         self.computing = action
+        if self.rounds is not None:
+            self.rounds.begin(action)
+            return
         now = self.engine.now
-        self.began, self.samples = now, self.batches.next(self.process, now)
+        self.begin_samples()
         self.backend.compute(self.process, action.iteration, self.samples)
-        duration = self.compute_s()
-        if not self.batches.are_equal:
-            duration *= self.of_batch(self.samples / self.batches.mean)
+        duration = self.next_duration()
         if self.faults.at_iteration:
             self.faults.inject_at_iteration(self.rank, action.iteration, now + 0.5 * duration)
         self.at_own_time(now + duration, self.finish, action)
+
+    def begin_samples(self) -> None:
+        """A gradient is begun now, on the samples that are this worker's turn."""
+        self.began = self.engine.now
+        self.samples = self.batches.next(self.process, self.began)
+
+    def next_duration(self) -> float:
+        """Returns how long the gradient takes that begins now."""
+        duration = self.compute_s()
+        return duration if self.batches.are_equal else duration * self.of_batch(self.samples / self.batches.mean)
+
+    def end_local_step(self, action: Compute) -> None:
+        """Ends a step of the round, and the round with its last."""
+        rounds = self.rounds
+        if rounds is not None and self.computing is action and self.alive and rounds.end_step(action):
+            self.computing = None
+            now, nbytes, steps = self.engine.now, self.slice_bytes, rounds.rounds.steps
+            self.runner.deliver(GradientReady(now, action.iteration, action.attempt, nbytes, rounds.samples, steps))
 
     def finish(self, action: Compute) -> None:
         """End a computation; one that was given up is of no interest when its time is over."""

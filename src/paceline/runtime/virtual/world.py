@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.cluster import Cluster
+from paceline.core.local_steps import LocalSteps
 from paceline.core.machine import Machine
-from paceline.core.messages import Members, Message, Node
+from paceline.core.messages import Members, Message, Node, View
 from paceline.core.norm_reducer import REDUCER, NormReducer
 from paceline.core.policy import Policy
 from paceline.core.trace import Header, Record, Trace
@@ -15,6 +16,7 @@ from paceline.runtime.execution import MachineRunner
 from paceline.runtime.virtual.backend import SLICE_BYTES, Backend
 from paceline.runtime.virtual.batches import Batches
 from paceline.runtime.virtual.engine import Engine
+from paceline.runtime.virtual.local_rounds import RoundPlanning
 from paceline.sample_order import Batch, BatchSizes
 
 FEW = 32
@@ -24,7 +26,10 @@ the same."""
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """What to simulate: `iterations` of each worker, or as many as there is time for if none."""
+    """What to simulate: `iterations` of each worker, or as many as there is time for if none.
+
+    With local steps those are what `iterations` counts; an iteration of the machines is a round of them.
+    """
 
     policy: Policy
     cluster: Cluster
@@ -40,6 +45,8 @@ class SimulationPlan:
     goodbyes: bool = False
     """Whether the others hear that a worker has done its iterations, as they do live. To tell everybody so of each of
     10 000 workers takes longer than the run. Where there is a scheduler, which might wait for it, they always hear."""
+    local: LocalSteps | None = None
+    """What workers do alone between exchanges, if they do."""
 
 
 @dataclass
@@ -52,6 +59,8 @@ class World:
     receivers: dict[Node, Callable[[Message], None]] = field(default_factory=dict)
     """Who takes messages, by address."""
     shards: list[Machine] = field(default_factory=list)
+    planning: RoundPlanning | None = None
+    """Whoever plans rounds of local steps, if they are planned."""
 
     def __post_init__(self) -> None:
         plan, backend = self.plan, self.backend
@@ -59,8 +68,22 @@ class World:
         # Peers hold the whole vector each: as if there were one server.
         self.slice_bytes = backend.slice_bytes or (SLICE_BYTES,) * max(1, plan.members.servers)
         self.trace = Trace(
-            Header(backend.name, str(plan.policy), plan.members, plan.seed, self.slice_bytes, backend.clips_mean)
+            Header(
+                backend.name,
+                str(plan.policy),
+                plan.members,
+                plan.seed,
+                self.slice_bytes,
+                backend.clips_mean,
+                str(plan.local or ""),
+            )
         )
+
+    def announce(self, view: View) -> None:
+        """Tells those who balance batches and plan rounds who takes part from now on."""
+        self.batches.announce(self.engine.now, view)
+        if self.planning is not None:
+            self.planning.announce(view)
 
     def runner(self, node: Node, executor: object, incarnation: int = 0) -> MachineRunner:
         """Makes a node's machine: told events, its runner has the executor do what the machine orders."""

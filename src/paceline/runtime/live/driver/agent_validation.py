@@ -12,7 +12,14 @@ from typing import Any
 from paceline.core.messages import Role
 from paceline.errors import ConfigError
 from paceline.runtime.live.driver.remote_hosts import RemoteHost
-from paceline.runtime.live.protocol import agent_messages, lease_messages, resizing_messages, script_calls, wire
+from paceline.runtime.live.protocol import (
+    agent_messages,
+    lease_messages,
+    resizing_messages,
+    round_messages,
+    script_calls,
+    wire,
+)
 from paceline.runtime.live.storage import file_transfer
 from paceline.runtime.live.storage.file_transfer import MessageRefused
 from paceline.tensors import optimizer_catalogue
@@ -24,7 +31,7 @@ SPEAKER = re.compile(r"(worker):(\d{1,9}):(\d{1,9})|(server):(\d{1,9})")
 OF_WORKERS = (
     wire.Describe, wire.Log, wire.Leave, wire.Rejected, wire.PeerStatus, wire.Ask, wire.Without,
     lease_messages.LeaseEvents, resizing_messages.Held, resizing_messages.Want,
-    script_calls.LRSchedulerStates, script_calls.EndRun, script_calls.AtBarrier,
+    script_calls.LRSchedulerStates, script_calls.EndRun, script_calls.AtBarrier, round_messages.Begun,
 )  # fmt: skip
 OF_SERVERS = (
     wire.Ready, wire.Status, wire.Due, wire.Saved, wire.Finished, wire.Undurable, wire.Ask, wire.Measured,
@@ -114,7 +121,11 @@ def _check_worker(message: Any, rank: int, incarnation: int) -> None:
     """It speaks of itself, wherever it names somebody."""
     if isinstance(message, wire.Without):
         return
-    spoken = [message, *getattr(message, "events", ()), *([message.message] if isinstance(message, wire.Ask) else [])]
+    spoken = [
+        message,
+        *getattr(message, "events", ()),
+        *([message.message] if isinstance(message, wire.Ask | round_messages.Begun) else []),
+    ]
     spoken.append(getattr(message, "batches", None))
     for each in spoken:
         named = getattr(each, "rank", getattr(each, "worker", rank))

@@ -8,7 +8,7 @@ worker -> server     Exchange: push and pull of one iteration in one message; Fe
 server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters (`coded_messages.py`)
 Between hosts these are in an `Envelope` (`protocol/envelope.py`), with gradients and parameters as frames behind it.
 Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
-core's messages. `lease_messages.py`, `resizing_messages.py` and `script_calls.py` list their messages.
+core's messages. `lease_messages.py`, `resizing_messages.py`, `round_messages.py` and `script_calls.py` list theirs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.events import ServersChanged
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.core.topology import Topology
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls
+from paceline.errors import ConfigError
+from paceline.runtime.live.protocol import lease_messages, resizing_messages, round_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
@@ -42,6 +44,8 @@ class Describe(Struct, frozen=True, tag=True):
     endpoint: Endpoint | None = None
     """Where a peer can be reached, in a run on several hosts."""
     model_on: ModelDevice = ModelDevice()
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges, if they do."""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -354,10 +358,11 @@ ToDriver = (
     Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
     | Without | Undurable | Measured | lease_messages.LeaseEvents | resizing_messages.ToDriver
     | script_calls.LRSchedulerStates | script_calls.EndRun | script_calls.AtBarrier | script_calls.Awaited
+    | round_messages.Begun
 )  # fmt: skip
 ToWorker = (
     Begin | Refuse | Stop | ServerRestarted | Released | NewView | Done | lease_messages.LeaseAnswer
-    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow
+    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow | round_messages.Planned
 )  # fmt: skip
 ToServer = (
     Enrol | Configure | StartClock | NewView | Checkpoint | Finish | Planned | Reduced | resizing_messages.ToServer
@@ -374,5 +379,5 @@ decode_remote_request = msgspec.msgpack.Decoder(Exchange | Fetch | Staged | Comm
 decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 
-BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError)
 """The exceptions that decoding a malformed message may raise."""
