@@ -1,7 +1,7 @@
 """The messages between the processes of a live run, besides the core's. Encoded by msgspec.
 
 worker -> driver     Describe (the model, from worker 0), Log, Rejected, Leave; Ask, for the scheduler
-driver -> worker     Begin, ServerRestarted, Refuse, Stop; FromScheduler, from the scheduler
+driver -> worker     Begin, ServerRestarted, Refuse, Stop; Released, from the scheduler
 driver -> server     Enrol, Configure, StartClock, NewView, Checkpoint, Finish; Planned, Reduced
 server -> driver     Ready, Status, Due, Saved, Undurable, Finished; Ask, for the scheduler; Measured
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch; from other hosts Staged, Commit
@@ -271,8 +271,9 @@ class Ask(Struct, frozen=True, tag=True):
     message: ToScheduler
 
 
-class FromScheduler(Struct, frozen=True, tag=True):
-    """A message of the scheduler to a worker that waits."""
+class Released(Struct, frozen=True, tag=True):
+    """The scheduler's `Release` on its way to a worker that waits. A `Resync` takes another way
+    (`storage/abort_flag.py`)."""
 
     message: Release
 
@@ -360,7 +361,7 @@ ToDriver = (
     | round_messages.Begun
 )  # fmt: skip
 ToWorker = (
-    Begin | Refuse | Stop | ServerRestarted | FromScheduler | NewView | Done | lease_messages.LeaseAnswer
+    Begin | Refuse | Stop | ServerRestarted | Released | NewView | Done | lease_messages.LeaseAnswer
     | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow | round_messages.Planned
 )  # fmt: skip
 ToServer = (
