@@ -194,7 +194,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.world.end.check()
                 return None
             if self.live is None:
-                return self.here.step(closure) if self._scaler_allows() else None
+                return self.here.step(closure) if self._scaler_allows() else self.here.skip()
             self.live.acquire()
             try:
                 loss = self.live.compute(closure)
@@ -262,6 +262,7 @@ class Optimizer(torch.optim.Optimizer):
             self.world.end.check()
             return
         if self.live is None:
+            self.here.skip()
             return
         self.live.acquire()
         try:

@@ -55,12 +55,16 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     nn.functional.mse_loss(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
 
 
-def train(steps: int = STEPS * ROUNDS, norm: bool = False, **given) -> None:
+def train(steps: int = STEPS * ROUNDS, norm: bool = False, skipped: int | None = None, **given) -> None:
+    """Take so many steps, and skip this one of each round."""
     model = model_of(norm)
     opt = paceline.Optimizer(inner_of(model), model=model, **given)
     rank = paceline.init().rank
     while opt.global_step < steps:
         step = opt.global_step
+        if step % STEPS == skipped:
+            opt.skip_step()
+            continue
         opt.zero_grad()
         backward(model, rank, step)
         opt.step()
@@ -163,10 +167,13 @@ def test_a_world_of_one_trains_as_a_run_of_one_worker() -> None:
     opt = paceline.Optimizer(inner_of(model), local_steps=STEPS, outer=NESTEROV)
     for step in range(STEPS * 3):
         assert (opt.global_step, opt.at_round_end) == (step, step % STEPS == 0)
+        if step % STEPS == 1:
+            opt.skip_step()
+            continue
         opt.zero_grad()
         backward(model, 0, step)
         opt.step()
-    work = partial(train, STEPS * 3, local_steps=STEPS, outer=NESTEROV)
+    work = partial(train, STEPS * 3, skipped=1, local_steps=STEPS, outer=NESTEROV)
     run = paceline.launch(work, workers=1, policy="bsp")
     assert largest_difference(run.parameters, {n: p.detach() for n, p in model.named_parameters()}) < 1e-9
 

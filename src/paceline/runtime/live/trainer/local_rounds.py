@@ -62,7 +62,7 @@ class LocalRounds:
         self.inner_state = inner_state
         self.hyper = model.optimizer.groups
         """The outer optimizer's hyper-parameters, which nobody changes."""
-        self.steps_before = inner_state.steps or exchanger.iteration * (local.steps or local.at_least)
+        self.steps_before = steps_of(exchanger.iteration, local, inner_state.steps)
         """The local steps before this round: of a joiner, those of the rounds it has missed, as far as they are known.
         """
         self.weight = 0.0
@@ -210,14 +210,25 @@ class LocalRounds:
     def retire(self) -> None:
         if not self.participation.end:
             self._end_last_round()
-            self.inner_state.save(self.iteration)
             self.exchanger.retire()
 
     def leave(self, well: bool) -> None:
-        if well and not self.participation.end:
-            self._end_last_round()
+        if well:
+            if not self.participation.end:
+                self._end_last_round()
             self.inner_state.save(self.iteration)
         self.exchanger.leave(well)
+
+
+def steps_of(rounds: int, local: LocalSteps, kept: int) -> int:
+    """Returns how many local steps there were in so many rounds; `kept` is what was written down with an inner state.
+
+    That may be of a later round than the checkpoint; and a round that ended early had fewer steps than others.
+    """
+    usual = rounds * (local.steps or local.at_least)
+    if not kept:
+        return usual
+    return min(kept, usual) if local.rule == "steps" else kept
 
 
 def anchor_of(model: ModelDescription) -> list[Tensor]:
