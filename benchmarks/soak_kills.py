@@ -1,6 +1,7 @@
 """Kill workers at random instants, run after run, and check what must hold. A command, not a test:
 
     python benchmarks/soak_kills.py --kills 200
+    python benchmarks/soak_kills.py --kills 100 --local-steps 8     # within rounds of local steps
 
 Each run trains digits with one policy, on samples from paceline.Sampler; workers are killed with SIGKILL at random
 moments and started again. It fails loudly if a run hangs or ends early, if an update is applied twice or out of
@@ -28,6 +29,7 @@ from paceline import policies, workloads
 from paceline.cluster import load
 from paceline.core.actions import Apply
 from paceline.core.events import PushArrived
+from paceline.core.local_steps import LocalSteps, make
 from paceline.core.messages import Members
 from paceline.function_workers import function_starter
 from paceline.run import Run, Target
@@ -40,11 +42,15 @@ POLICIES = (
     "bsp", "ssp:staleness=3", "backup:extra=1", "asp", "elastic:lookahead=5",
     "specsync:abort_time=0.005,abort_rate=0.1",
 )  # fmt: skip
+WITH_ROUNDS = ("bsp", "ssp:staleness=1", "backup:extra=1", "asp", "deadline")
 TARGET = Target("accuracy", 0.85)
 
 
 def train(workload: Workload, folder: Path) -> None:
-    """Train for ever; worker 0 evaluates. What counted is written down after each step, also the last one."""
+    """Train for ever; worker 0 evaluates. What counted is written down after each step, also the last one.
+
+    With local steps it has counted when the round is over: the last round is handed in when the script ends.
+    """
     world = paceline.init()
     inputs, labels = workload.train
     sampler = RecordedSampler(range(len(inputs)), folder)
@@ -62,22 +68,25 @@ def train(workload: Workload, folder: Path) -> None:
 
             try:
                 opt.step(closure)
-            finally:
+            except SystemExit:
                 sampler.used(batch.tolist(), not opt.step_was_dropped)
-            if world.rank == 0:
+                raise
+            sampler.used(batch.tolist(), not opt.step_was_dropped, opt.at_round_end)
+            if world.rank == 0 and opt.at_round_end:
                 measured = workload.evaluate(module)
                 paceline.log(**measured)
 
 
-def one_run(policy: str, kills: int, seed: int, folder: Path) -> tuple[Run, int]:
+def one_run(policy: str, local: LocalSteps | None, kills: int, seed: int, folder: Path) -> tuple[Run, int]:
     """A run in which `kills` workers are killed, one after the other; worker 0, which evaluates, is spared.
 
     With one server or two, by the seed: under BSP one shares its parameters. Also how many epochs were finished.
     """
     work = partial(train, workloads.load("digits-mlp"), folder)  # loaded here: forks that import are poor victims
     plan = RunPlan(
-        Members(4, 1 + seed // len(POLICIES) % 2), function_starter(work), policies.parse(policy),
+        Members(4, 1 + seed // 5 % 2), function_starter(work), policies.parse(policy),
         load("lognormal:compute_s=0.004"), seed=seed, care=FaultPolicy(restarts=kills, timeout_s=120), target=None,
+        local_steps=local,
     )  # fmt: skip
     driver = Driver(plan, say=lambda line: None)
     chance = random.Random(seed)
@@ -138,12 +147,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--local-steps", help="train in rounds: 8, or auto(at_least=4,at_most=16)")
     options = parser.parse_args()
+    local, soaked = make(options.local_steps), WITH_ROUNDS if options.local_steps else POLICIES
     done, number, epochs, began = 0, 0, 0, time.monotonic()
     while done < options.kills:
-        policy, kills = POLICIES[number % len(POLICIES)], min(5, options.kills - done)
+        policy, kills = soaked[number % len(soaked)], min(5, options.kills - done)
         with tempfile.TemporaryDirectory() as folder:
-            run, finished = one_run(policy, kills, options.seed + number, Path(folder))
+            run, finished = one_run(policy, local, kills, options.seed + number, Path(folder))
         check(run)
         assert not left_behind(), left_behind()
         done, number, epochs = done + kills, number + 1, epochs + finished

@@ -105,6 +105,14 @@ class Trainer:
         self.leaves_early = chance.choice([0.0, 0.1])
         self.dropped = 0.2
         self.gives_up = chance.choice([0.0, 0.3])
+        self.round = chance.choice([1, 1, 3, 20])
+        """The local steps of a round; 1 without local steps."""
+        if self.round > 1:
+            self.gives_up = 0.0
+        worker.leases.by_rounds = self.round > 1
+        self.held: list[tuple[int, int]] = []
+        """What the steps of the round have used."""
+        self.steps = 0
         self.draws_outside = chance.random() < 0.5
         """One batch is drawn before the closure runs, and more in it."""
         per_step = self.batch * self.micro_batches if self.ahead or chance.random() < 0.3 else None
@@ -141,13 +149,21 @@ class Trainer:
             while used := self.compute(loader):
                 if self.chance.random() < self.leaves_early:
                     break
-                counted = self.chance.random() >= self.dropped
-                if counted:
-                    for epoch, sample in used:
-                        self.trained.setdefault(epoch, Counter())[sample] += 1
-                self.worker.hear()
-                self.worker.leases.settle(counted)
+                self.held += used
+                self.steps += 1
+                if self.round > 1:
+                    self.worker.leases.hold()
+                if self.steps % self.round == 0:
+                    self.end_round(counted=self.chance.random() >= self.dropped)
                 yield
+
+    def end_round(self, counted: bool) -> None:
+        used, self.held = self.held, []
+        if counted:
+            for epoch, sample in used:
+                self.trained.setdefault(epoch, Counter())[sample] += 1
+        self.worker.hear()
+        self.worker.leases.settle(counted)
 
     def compute(self, loader):
         """The samples of a step. Its closure may draw some itself, and be given up."""

@@ -304,7 +304,8 @@ def straggler(rank: int, size: int, store: str, options: Options) -> dict[str, f
                 if target.reached(point):
                     reached = point.time_s
                     stop.fill_(1.0)
-    return {"time_to_target_s": reached, "iterations": iteration}
+    parameters = sum(tensor.numel() for tensor in tensors)
+    return {"time_to_target_s": reached, "iterations": iteration, "parameters": parameters}
 
 
 def _average(tensors: list[torch.Tensor], stop: torch.Tensor, size: int) -> None:

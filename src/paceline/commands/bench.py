@@ -88,7 +88,10 @@ class BenchStraggler(Benchmark):
     def measure(self) -> dict[str, Any]:
         setting = straggler.Setting(self.workers, self.cluster, self.target, self.lr, self.seed)
         rows, ratio = straggler.run(setting, self.rounds, print_plain)
-        columns = {"name": "{0.name}", "time to target": "{0.took}", "iterations": "{0.iterations:g}"}
+        columns = {
+            "name": "{0.name}", "time to target": "{0.took}", "iterations": "{0.iterations:g}",
+            "bytes": "{0.bytes:,.0f}",
+        }  # fmt: skip
         print_rows(f"time to {self.target}, {self.workers} workers", columns, rows, text=("name",))
         for peer, value in ratio.items():
             if value is not None:
