@@ -15,6 +15,7 @@ from statistics import fmean, median
 from paceline import cluster as clusters
 from paceline.api import simulate
 from paceline.cluster import Cluster
+from paceline.cluster.models import Factors, Recorded
 from paceline.core.events import GradientReady
 from paceline.core.local_steps import LocalSteps, make
 from paceline.core.messages import Members
@@ -90,10 +91,11 @@ def run(setting: Setting, scenarios: Sequence[str], rules: Sequence[str], progre
 
 
 def workers_of(scenario: str, workers: int) -> int:
-    """Returns how many workers a scenario has: a production job, and factors by worker, say so themselves."""
+    """Returns how many workers a scenario has: recorded jobs, and factors by worker, say so themselves."""
     cluster = clusters.load(scenario)
-    ranks = getattr(cluster, "by_worker", None)
-    return len(ranks) if ranks else 4 if scenario.startswith("production") else workers
+    if isinstance(cluster, Recorded):
+        return len(cluster.recording())
+    return len(cluster.by_worker) if isinstance(cluster, Factors) else workers
 
 
 def read_rule(rule: str, cluster: Cluster, workers: int) -> LocalSteps:
