@@ -109,7 +109,8 @@ class Plan:
         care = ["--restarts", str(self.restarts)]
         care += ["--hang-timeout-s", str(self.hang_timeout_s)] if self.hang_timeout_s is not None else []
         where = ["--dir", str(folder), "--seed", str(self.seed), "--policy", self.policy]
-        return ["run", *size, *checkpointing, *care, *where, JOB, str(notes), str(self.steps)]
+        script = [JOB, str(notes), str(self.steps), "peers" if self.peers else "servers"]
+        return ["run", *size, *checkpointing, *care, *where, *script]
 
     def __str__(self) -> str:
         kept = "durable" if self.durable else "checkpoints" if self.checkpoints else "not kept"

@@ -1,9 +1,10 @@
 """The training script of `benchmarks/chaos.py`: a small network, and a vector that counts updates.
 
-    paceline run --workers 3 benchmarks/chaos_job.py FOLDER STEPS
+    paceline run --workers 3 benchmarks/chaos_job.py FOLDER STEPS servers|peers
 
 The gradient of `count` is -1 everywhere, so each update raises it by the learning rate times its weight: the final
-model itself says how many updates it has had, on every shard, since `count` is longer than all other parameters.
+model itself says how many updates it has had, on every shard, since `count` is longer than all other parameters. With
+servers all steps weigh the same, however small the last batch of an epoch is.
 Each worker writes into FOLDER what it did, as it does it, so that a kill takes nothing away: a byte for each step
 that it began (RANK.begun) and that was acknowledged (RANK.acked), and the samples that counted.
 """
@@ -45,7 +46,7 @@ def make_model() -> CountingNetwork:
     return CountingNetwork()
 
 
-def main(folder: Path, steps: int) -> None:
+def main(folder: Path, steps: int, weight: float | None) -> None:
     world = paceline.init()
     points, classes = data()
     model = make_model()
@@ -66,7 +67,7 @@ def main(folder: Path, steps: int) -> None:
             time.sleep(COMPUTE_S)
             begun.write(b".")
             try:
-                loss = opt.step(closure)
+                loss = opt.step(closure, weight)
                 if not opt.step_was_dropped:
                     acked.write(b".")
             finally:
@@ -78,4 +79,4 @@ def main(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), weight=None if sys.argv[3] == "peers" else 1.0)

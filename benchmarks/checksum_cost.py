@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 
 from paceline.bench.exchange import counts, measure_paceline
-from paceline.runtime.live.messaging import checksum, tcp_framing
+from paceline.runtime.live.messaging import checksum, greetings, seals
 from paceline.runtime.live.protocol.configuration import MultihostOptions
 
 WORKERS = 4
@@ -57,7 +57,8 @@ def main() -> None:
     spent: dict[str, list[float]] = {name: [] for name in KINDS}
     for number in range(options.rounds):
         for name, sum_up in KINDS.items():
-            tcp_framing.crc32 = sum_up  # type: ignore[assignment]  # workers and servers are forks of this process
+            # Workers and servers are forks of this process.
+            greetings.crc32 = seals.crc32 = sum_up  # type: ignore[assignment]
             before = processor_time_s()
             measure_paceline("asp", WORKERS, count, multihost)
             pushes = WORKERS * (count["warm"] + count["count"])

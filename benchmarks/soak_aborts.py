@@ -74,6 +74,7 @@ def work(raise_at: int, policy: str | None) -> None:
 def drive(way: str, policy: str, seed: int, after_s: float) -> None:
     """Be the driver of one run, and never return from it well."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this in the background has it ignored
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     raise_at = 20 if way == "a worker raises" else -1

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import structs
 
 from paceline import cluster as clusters
-from paceline import policies, workloads
+from paceline import workloads
 from paceline.batch_checks import batch_sizes, check_batch
 from paceline.cluster import Cluster
 from paceline.core.local_steps import LocalSteps
@@ -21,7 +21,7 @@ from paceline.core.policy import PeerPolicy, Policy
 from paceline.counts import check_count as check_count
 from paceline.errors import ConfigError
 from paceline.live_evaluation import LiveEvaluation
-from paceline.peer_checks import check_live_scenario, check_places, refuse_servers, warning_of
+from paceline.peer_checks import check_places, refuse_servers, warning_of
 from paceline.policies import with_local_steps
 from paceline.run import Point, Run, Target
 from paceline.sample_order import SHUFFLED, Batch
@@ -153,8 +153,6 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
     """Trains a job in real processes on this machine, with the cluster's slowdowns as sleeps."""
     if job.by_layer:
         raise ConfigError("by_layer is for virtual time: live workers read and push whole slices")
-    if job.local is not None:
-        raise ConfigError(f"{job.local} is for virtual time here")
     if job.shards != SHUFFLED:
         raise ConfigError("shards=sorted is for virtual time")
     if job.device != CPU:
@@ -171,6 +169,7 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
                 target=str(job.target) if job.target is not None else None,
                 slicing=job.slicing,
                 watch=watch,
+                **(job.local.keywords() if job.local is not None else {}),
             )
         _evaluate(run, evaluation)
     run.config = job.config()
@@ -200,6 +199,9 @@ def launch(
     slicing: str = EPS,
     watch: Watcher | None = None,
     servers_on: str = "auto",
+    local_steps: int | str | None = None,
+    every_s: float | None = None,
+    outer: str | None = None,
 ) -> Run:
     """Trains live: calls `fn` in `workers` processes on this machine, with `servers` parameter servers (1) beside them.
 
@@ -213,17 +215,21 @@ def launch(
     returned everywhere, or when what it logs reaches the `target` ("accuracy=0.95", "val_loss<=2"); it fails if it
     takes longer than `timeout_s`. `slicing` is how the parameters are cut over the servers: "eps", equal slices, or
     "key-range", as in ps-lite. `watch` is called with each point of the history as it comes. `servers_on` says where
-    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md).
+    the parameters are: "cpu", "gpu", or "auto", where the models are (docs/gpu.md). `local_steps` (a number, or "auto")
+    or `every_s` has workers train alone between exchanges, and `outer` is the servers' optimizer then
+    (docs/local-steps.md).
     """
     from paceline.function_workers import function_starter
+    from paceline.live_checks import check_live
     from paceline.runtime.live.driver.driver import Driver, RunPlan
     from paceline.runtime.live.driver.health import FaultPolicy
 
-    size = check_live(workers, servers, policy, cluster, slicing, seed)
+    size = check_live(workers, servers, policy, cluster, slicing, seed, local_steps, every_s, outer)
     plan = RunPlan(
         members=size.members,
         starter=function_starter(fn),
         policy=size.policy,
+        local_steps=size.local_steps,
         cluster=size.cluster,
         seed=seed,
         target=Target.parse(target) if target is not None else None,
@@ -346,39 +352,6 @@ def check_servers_used(given: Sequence[str | Policy], servers: int | None) -> No
     checked = [with_local_steps.parse(policy).policy for policy in given]
     if checked and all(isinstance(policy, PeerPolicy) for policy in checked):
         refuse_servers(checked[0], servers, EPS)
-
-
-class LiveSize(NamedTuple):
-    """The members of a live run, its policy and its scenario, checked."""
-
-    members: Members
-    policy: Policy | None
-    cluster: Cluster | None
-
-
-def check_live(
-    workers: int,
-    servers: int | None,
-    policy: str | Policy | None,
-    cluster: str | Cluster | None,
-    slicing: str,
-    seed: int,
-) -> LiveSize:
-    """Refuses what cannot run live. Without a policy it is the script's, and servers are assumed until the script
-    says."""
-    checked = policies.parse(policy) if policy is not None else None
-    members = check_members(workers, 1 if servers is None else servers, seed)
-    if isinstance(checked, PeerPolicy):
-        refuse_servers(checked, servers, slicing)
-        members = Members(workers, 0)
-    if isinstance(checked, PeerPolicy):
-        checked.placed((workers,)).validate(members)  # on which hosts they will be nobody knows yet
-    elif checked is not None:
-        checked.validate(members)
-    scenario = check_cluster(cluster, members) if cluster is not None else None
-    if isinstance(checked, PeerPolicy):
-        check_live_scenario(checked, scenario, members)
-    return LiveSize(members, checked, scenario)
 
 
 def check_optimizer(

@@ -18,12 +18,15 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_AFTER
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_BEFORE
 
-from paceline import policies, session
+from paceline import session
 from paceline.core import spec
+from paceline.core.local_steps import LocalSteps, make
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
+from paceline.local_training import RoundsAlone, averaged_buffers, check_options, outer_of
 from paceline.lr_schedulers import LRSchedulers, Scheduler
-from paceline.optimizer_steps import LiveSteps, LocalSteps, check_weight, tensors_of, trained_and_frozen
+from paceline.optimizer_steps import LiveSteps, StepsHere, check_weight, tensors_of, trained_and_frozen
+from paceline.policies import with_local_steps
 from paceline.runtime.live.system.training_end import Stopped
 from paceline.tensors import state
 from paceline.tensors.layout import layout_of
@@ -31,6 +34,15 @@ from paceline.tensors.optimizers import Extras, describe, read_extras
 
 if TYPE_CHECKING:
     from paceline.runtime.live.trainer.model_description import ModelDescription
+
+
+def choose(
+    policy: str | Policy | None, local_steps: int | str | None, every_s: float | None, outer: str | None
+) -> tuple[Policy | None, LocalSteps | None]:
+    """Returns the policy that a script chooses, if one, and its local steps, if any."""
+    if policy is None:
+        return None, make(local_steps, every_s, outer)
+    return with_local_steps.parse(policy, local_steps, every_s, outer)
 
 
 def read_options(text: str) -> Extras:
@@ -55,6 +67,11 @@ class Optimizer(torch.optim.Optimizer):
     to the power 1/N where gradients are applied on arrival), "schedule=cosine(samples=60000),batch=64" (a schedule
     that counts samples).
 
+    `local_steps` has each worker train alone, with the inner optimizer, for rounds of so many steps between exchanges:
+    a number, or "auto". `every_s` is the length of a round in seconds instead. What a round has learned is stepped on
+    by the servers' optimizer, `outer`: "nesterov(lr=0.7,momentum=0.9)" if none is named, "average", or any other
+    (docs/local-steps.md). `paceline run --local-steps` beats these, and they may be in the policy's text.
+
     Without servers, parameters lie in other memory after each step (docs/policies/hop.md), and under BSP with one
     server they move if that is restarted or gets company: hold on to parameters and the model, never across a step to a
     `state_dict()`, `.data`, `detach()` or `numpy()` of them, unless cloned.
@@ -71,6 +88,9 @@ class Optimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         overlap: bool = False,
         options: str | Extras = "",
+        local_steps: int | str | None = None,
+        every_s: float | None = None,
+        outer: str | None = None,
     ) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(f"paceline.Optimizer wraps a torch.optim optimizer, got {type(inner).__name__}")
@@ -81,21 +101,30 @@ class Optimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         extras = read_options(options) if isinstance(options, str) else options
-        self.local = LocalSteps(inner, extras)
+        chosen, local = choose(policy, local_steps, every_s, outer)
         if overlap and extras.clip is not None:
             raise ConfigError("clip changes gradients after backward: overlap=True has sent them by then")
-        chosen = policies.parse(policy) if policy is not None else None
         run = session.run_of_worker()
         self.world = session.init()
+        if run is not None and run.config.local_steps is not None:
+            local = run.config.local_steps
+        if local is not None:
+            check_options(extras, overlap)
+        alone = RoundsAlone(inner, local) if local is not None and run is None else None
+        self.here = StepsHere(inner, extras, alone)
         self.looks_for_end = False
         """Whether the script has asked for `done`: then it goes on when the run has ended."""
         self.sends_early = overlap and run is not None
         if run is None:
             self.schedulers = LRSchedulers(inner)
             return
-        described = self._describe(model, extras, run.config.slicing)
-        participant, begin = session.take_part(run, described, chosen, overlap, inner, self.local.scheduled_step)
-        for group, current in zip(self.param_groups, begin.hyper or (), strict=False):
+        described = self._describe(model, extras, run.config.slicing, local)
+        step = self.here.scheduled_step
+        if local is None:
+            participant, begin = session.take_part(run, described, chosen, overlap, inner, step)
+        else:
+            participant, begin = session.take_part_in_rounds(run, described, chosen, inner, step, local)
+        for group, current in zip(self.param_groups, (begin.hyper if local is None else None) or (), strict=False):
             group.update(current)
         participation = participant.participation
         self.schedulers = LRSchedulers(
@@ -104,7 +133,9 @@ class Optimizer(torch.optim.Optimizer):
         participation.before_leaving = self.schedulers.report_last
         self.live = LiveSteps(participant, inner, extras.clip, self.schedulers)
 
-    def _describe(self, model: nn.Module | None, extras: Extras, slicing: str) -> ModelDescription:
+    def _describe(
+        self, model: nn.Module | None, extras: Extras, slicing: str, local: LocalSteps | None
+    ) -> ModelDescription:
         from paceline.runtime.live.trainer.model_description import ModelDescription
 
         given = dict(model.named_parameters()) if model is not None else {}
@@ -114,18 +145,27 @@ class Optimizer(torch.optim.Optimizer):
             for index, group in enumerate(self.param_groups)
             for position, tensor in enumerate(group["params"])
         ]
-        described = describe(self.inner, extras)
-        layout = layout_of((triple for triple in triples if triple[1].requires_grad), described.borders, slicing)
-        described.check(layout)
         trained, _ = trained_and_frozen(self.inner)
-        ids = {id(tensor) for tensor in trained}
         buffers = dict(model.named_buffers()) if model is not None else {}
+        travels = [triple for triple in triples if triple[1].requires_grad]
+        if local is None:
+            described = describe(self.inner, extras)
+        else:
+            count = len(self.param_groups)
+            averaged = averaged_buffers(local, buffers, trained)
+            travels += [(name, tensor, count) for name, tensor in averaged]
+            described = outer_of(local, extras, count, buffers=bool(averaged))
+        layout = layout_of(travels, described.borders, slicing)
+        described.check(layout)
+        tensors = [tensor for _, tensor, _ in travels]
+        ids = {id(tensor) for tensor in tensors}
+        buffers = {name: tensor for name, tensor in buffers.items() if id(tensor) not in ids}
         frozen = {name: tensor for name, tensor, _ in triples} | given
         others = {name: tensor for name, tensor in frozen.items() if id(tensor) not in ids} | buffers
-        learned = state.from_torch(self.inner, trained, layout)
+        learned = state.from_torch(self.inner, trained, layout) if local is None else state.nothing(layout)
         every = model.named_parameters(remove_duplicate=False) if model is not None else ()
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
-        return ModelDescription(layout, list(trained), described, learned, others, buffers, aliases, model)
+        return ModelDescription(layout, tensors, described, learned, others, buffers, aliases, model, local)
 
     def step(self, closure: Callable[[], Any] | None = None, weight: float | None = None) -> Any:
         """One iteration: run `closure` (zero_grad, forward, backward, return the loss), then exchange.
@@ -154,7 +194,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.world.end.check()
                 return None
             if self.live is None:
-                return self.local.step(closure) if self._scaler_allows() else None
+                return self.here.step(closure) if self._scaler_allows() else None
             self.live.acquire()
             try:
                 loss = self.live.compute(closure)
@@ -265,7 +305,13 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def global_step(self) -> int:
         """The iteration this worker is about to compute. After a drop or a join it may jump ahead."""
-        return self.live.participant.iteration if self.live is not None else self.local.count
+        return self.live.participant.iteration if self.live is not None else self.here.count
+
+    @property
+    def at_round_end(self) -> bool:
+        """Whether the model is what the last exchange gave, with no local step since; always, without local steps."""
+        rounds = self.here.rounds if self.live is None else self.live.participant
+        return getattr(rounds, "steps_since_exchange", 0) == 0
 
     @property
     def dropped_share(self) -> float:

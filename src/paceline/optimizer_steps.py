@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.messages import MOST_WEIGHT
 from paceline.errors import ConfigError, PacelineError
+from paceline.local_training import RoundsAlone
 from paceline.lr_schedulers import LRSchedulers
 from paceline.tensors.optimizers import Extras, hyper_of
 from paceline.tensors.piece_optimizers import Hyper
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 Groups = list[dict[str, Any]]
 
 
-class LocalSteps:
+class StepsHere:
     """Takes the steps of the inner optimizer, with clipping and the schedule around them."""
 
-    def __init__(self, inner: torch.optim.Optimizer, extras: Extras) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, extras: Extras, rounds: RoundsAlone | None = None) -> None:
+        """With `rounds` there are exchanges, with nobody, where a live run has them."""
+        self.rounds = rounds
         self.inner = inner
         self.clips = [norm for norm in (extras.clip, extras.clip_mean) if norm is not None]
         self.step_schedule = extras.step_schedule()
@@ -33,6 +36,12 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Takes a step in a world of one."""
+        loss = self._step(closure)
+        if self.rounds is not None:
+            self.rounds.note_step()
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self.count += 1
         if not self.clips and self.step_schedule.schedule is None:
             return self.inner.step(closure)

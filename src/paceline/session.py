@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline import metric_names
@@ -19,6 +20,7 @@ from paceline.runtime.live.system.training_end import TrainingEnd
 if TYPE_CHECKING:
     import torch
 
+    from paceline.core.local_steps import LocalSteps
     from paceline.core.policy import Policy
     from paceline.runtime.live.protocol import wire
     from paceline.runtime.live.trainer.model_description import ModelDescription
@@ -140,6 +142,33 @@ def take_part(
     else:
         here.live, begin = begin_worker(run, model, policy, overlap)
     return here.live, begin
+
+
+def take_part_in_rounds(
+    run: RunConnection,
+    model: ModelDescription,
+    policy: Policy | None,
+    inner: torch.optim.Optimizer,
+    step: Callable[[], None],
+    local: LocalSteps,
+) -> tuple[Participant, wire.Begin]:
+    """Returns this process's part in a run with local steps, and how the run begins, or goes on, with it.
+
+    `step` steps `inner` on the gradients of a local step. Without servers the outer optimizer steps here, too.
+    """
+    from paceline.runtime.live.trainer.inner_state import InnerState
+    from paceline.runtime.live.trainer.local_rounds import LocalRounds, anchor_of
+
+    anchor = anchor_of(model)
+    groups = range(len(model.optimizer.groups))
+    in_groups = list(zip(model.layout.entries, anchor, strict=True))
+    outer = model.optimizer.build([[tensor for entry, tensor in in_groups if entry.group == group] for group in groups])
+    exchanger, begin = take_part(run, replace(model, tensors=anchor), policy, False, outer, lambda: outer.step())
+    inner_state = InnerState(run, inner, model.tensors, model.layout)
+    if begin.resumed and run.incarnation == 0:
+        inner_state.restore()
+    world().live = rounds = LocalRounds(exchanger, model, anchor, step, local, inner_state)
+    return rounds, begin
 
 
 def world() -> World:

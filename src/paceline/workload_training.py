@@ -64,7 +64,7 @@ def train(
             return loss
 
         loss = opt.step(closure, weight=weight)
-        if world.rank != 0:
+        if world.rank != 0 or not opt.at_round_end:
             continue
         if evaluation is None or world.live is None:
             session.log(**workload.evaluate(module))

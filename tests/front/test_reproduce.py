@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -97,7 +98,8 @@ def test_equal_seeds_give_equal_findings() -> None:
 
 
 def test_the_command_prints_tables_and_verdicts_and_writes_json(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setitem(CATALOGUE, "fluentps-lazy", lambda: FluentPSLazy(workers=4, iterations=10))
+    small = partial(FluentPSLazy, workers=4, iterations=10)
+    monkeypatch.setitem(CATALOGUE, "fluentps-lazy", small)
     path = tmp_path / "out.json"
     assert cli.run(["reproduce", "fluentps-lazy", "--seed", "2", "--json", str(path)]) == 0
     data = json.loads(path.read_text())

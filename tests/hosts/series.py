@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from paceline import run_folder
-from paceline.api import check_live
 from paceline.function_workers import function_starter
+from paceline.live_checks import check_live
 from paceline.run import Target
 from paceline.runtime.live.driver.driver import Driver, RunPlan
 from paceline.runtime.live.driver.health import FaultPolicy

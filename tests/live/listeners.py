@@ -21,7 +21,7 @@ class Ear:
     """`keys` of the listener, `links` to it, and what it `heard` so far."""
 
     def __init__(
-        self, secure: bool = True, port: int = 0, largest: int = 1 << 27, hwm: int = 64, threaded: bool = False
+        self, secure: bool = True, port: int = 0, largest: int = 1 << 27, most_waiting: int = 64, threaded: bool = False
     ) -> None:
         self.keys = make_keys() if secure else None
         self.threaded = threaded
@@ -29,10 +29,10 @@ class Ear:
         self.links: list[RemoteLink] = []
         self.heard: list[Heard] = []
         self.gone: list[bytes] = []
-        self.listen(port, largest, hwm)
+        self.listen(port, largest, most_waiting)
 
-    def listen(self, port: int, largest: int = 1 << 27, hwm: int = 64) -> None:
-        self.listener = RemoteListener("127.0.0.1", (port, port), self.keys, largest, hwm, self.threaded)
+    def listen(self, port: int, largest: int = 1 << 27, most_waiting: int = 64) -> None:
+        self.listener = RemoteListener("127.0.0.1", (port, port), self.keys, largest, most_waiting, self.threaded)
         self.waiter.watch(self.listener)
 
     @property

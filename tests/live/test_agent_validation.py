@@ -10,7 +10,7 @@ from paceline.runtime.live.driver.remote_hosts import RemoteChild, RemoteHost
 from paceline.runtime.live.messaging.reliable_channel import ReliableChannel
 from paceline.runtime.live.protocol import agent_messages, lease_messages, wire
 from paceline.runtime.live.protocol.configuration import Endpoint
-from paceline.runtime.live.storage.file_transfer import FileRefused
+from paceline.runtime.live.storage.file_transfer import MessageRefused
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def test_files_of_its_own_processes(host: RemoteHost, name: str) -> None:
      "of-0-whole", "checkpoint-out/shard-0.safetensors", "trace/worker-2.0.trace", "../whole", "trace/../x"],
 )  # fmt: skip
 def test_no_files_of_others(host: RemoteHost, name: str) -> None:
-    with pytest.raises(FileRefused):
+    with pytest.raises(MessageRefused):
         agent_validation.check_file(host, name, 10, begun=False)
 
 
 def test_nobody_changes_the_first_values_of_a_run_that_has_begun(host: RemoteHost) -> None:
-    with pytest.raises(FileRefused):
+    with pytest.raises(MessageRefused):
         agent_validation.check_file(host, "whole", 10, begun=True)
 
 
@@ -82,12 +82,12 @@ def test_a_process_speaks_for_itself(host: RemoteHost, by: str, message: wire.To
     ],
 )
 def test_and_not_for_others(host: RemoteHost, by: str, message: wire.ToDriver) -> None:
-    with pytest.raises(FileRefused):
+    with pytest.raises(MessageRefused):
         agent_validation.read_said(host, said(by, message))
 
 
 def test_offers_have_bounds() -> None:
     for workers, servers, ranks in ((10**9, 0, ()), (-1, 0, ()), (1, 10**9, ()), (1, 0, (-1,)), (2, 0, (1, 1))):
-        with pytest.raises(FileRefused):
+        with pytest.raises(MessageRefused):
             agent_validation.check_offer(agent_messages.Arrive("h", workers, servers, ranks))
     agent_validation.check_offer(agent_messages.Arrive("h", 4, 1, (4, 5, 6, 7)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.run import write_whole
-from paceline.runtime.live.storage.file_transfer import FileRefused, unpack
+from paceline.runtime.live.storage.file_transfer import MessageRefused, unpack
 from tests import forked
 
 SCRIPT = """
@@ -61,6 +61,6 @@ def test_a_file_that_has_no_place_is_refused_and_no_error(name: str, tmp_path: P
         (tmp_path / "trace").mkdir()
     else:
         (tmp_path / "trace").write_text("a file")
-    with pytest.raises(FileRefused, match="cannot be written"):
+    with pytest.raises(MessageRefused, match="cannot be written"):
         unpack(tmp_path, name, 0, 1, b"x")
     assert not list(tmp_path.glob("**/.*"))

@@ -23,19 +23,19 @@ def test_a_file_arrives_as_it_left(size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../x", "a/b/c", "..", "x" * 201])
 def test_no_file_outside_the_folder(name: str, tmp_path: Path) -> None:
-    with pytest.raises(file_transfer.FileRefused):
+    with pytest.raises(file_transfer.MessageRefused):
         file_transfer.unpack(tmp_path, name, 0, 1, b"x")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_piece_must_fit(tmp_path: Path) -> None:
     for offset, size in ((-1, 4), (3, 4), (0, 1)):
-        with pytest.raises(file_transfer.FileRefused):
+        with pytest.raises(file_transfer.MessageRefused):
             file_transfer.unpack(tmp_path, "x", offset, size, b"ab")
 
 
 def test_a_file_with_a_missing_piece_never_appears(tmp_path: Path) -> None:
     file_transfer.unpack(tmp_path, "x", 0, 9, b"aaa")
-    with pytest.raises(file_transfer.FileRefused):
+    with pytest.raises(file_transfer.MessageRefused):
         file_transfer.unpack(tmp_path, "x", 6, 9, b"ccc")
     assert list(tmp_path.iterdir()) == []

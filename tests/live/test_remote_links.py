@@ -114,8 +114,8 @@ def test_threaded_messages_come_and_leave_while_both_ends_compute(make_ear: Make
 
 @both
 def test_threaded_what_found_no_room_leaves_as_soon_as_there_is_some(make_ear: MakeEar, secure: bool) -> None:
-    ear = make_ear(secure, threaded=True, hwm=4)
-    link = ear.link(b"1:0", hwm=4)
+    ear = make_ear(secure, threaded=True, most_waiting=4)
+    link = ear.link(b"1:0", most_waiting=4)
     ear.until(lambda: ear.listener.connected(b"1:0"))
     with ear.listener.transport.lock:  # nobody reads: its thread waits for the lock
         for number in range(60):

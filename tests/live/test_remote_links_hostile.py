@@ -171,7 +171,7 @@ def test_a_message_of_too_much_is_not_read(
 @pytest.mark.parametrize("secure", [True, False], ids=["keys", "plain"])
 def test_who_does_not_read_is_cut_off(make_ear: MakeEar, secure: bool) -> None:
     """Its messages would pile up here for ever."""
-    ear = make_ear(secure, hwm=2)
+    ear = make_ear(secure, most_waiting=2)
     link, other = ear.met(b"1:0"), ear.met(b"2:0")
     ear.waiter.forget(link.fileno())
     frames = cut_up(bytes(8 * FRAME), FRAME)

@@ -37,7 +37,7 @@ def test_bsp_two_workers(simulate):
     assert metrics.dpr_per_100 == 100.0
     assert metrics.staleness == {"min": 0, "mean": 0.0, "median": 0.0, "max": 0}
     assert metrics.dropped == 0
-    assert metrics.bytes == {"push": 4 * 10, "pull": 6 * 100}
+    assert metrics.bytes == {"push": 4 * 10, "pull": 2 * 100 + 4 * 10}, "whole at first, then coded as pushes are"
     assert metrics.waiting_caused_by == {1: 4.0}
     assert metrics.waiting_by_reason == {"iteration # lacks worker #": 4.0}
 
@@ -61,7 +61,7 @@ def test_latency_is_push_or_pull_and_a_run_may_end_while_a_worker_waits(simulate
     assert metrics.time_s == 7.0
     assert metrics.wait_share == pytest.approx(2.5 / 14)
     assert metrics.dpr_per_100 == pytest.approx(100 * 4 / 1.5)
-    assert metrics.bytes == {"push": 6 * 10, "pull": 4 * (100 + 200)}
+    assert metrics.bytes == {"push": 6 * 10, "pull": 2 * (100 + 200) + 2 * 2 * 10}
     assert metrics.waiting_caused_by == {1: 2.0, -1: 0.5}
 
 

@@ -87,15 +87,14 @@ def run(
     """
     if (why_not := netns.missing()) is not None:
         raise PacelineError(why_not)
-    policy = f"bsp local_steps={local_steps}"
     rows = []
     for number, line in enumerate(lines):
         steps = setting.steps if number == 0 else min(setting.steps, short * local_steps)
-        rows.append(train(setting, line, policy, wire, steps, say))
+        rows.append(train(setting, line, local_steps, wire, steps, say))
         say(told(rows[-1]))
         rows.append(ddp(setting, line))
         say(told(rows[-1]))
-    rows.append(train(setting, None, "bsp", "float32", setting.steps, say))
+    rows.append(train(setting, None, None, "float32", setting.steps, say))
     say(told(rows[-1]))
     return rows
 
@@ -117,12 +116,15 @@ def hosts_with(line: Line | None, count: int) -> Iterator[tuple[Hosts, Path]]:
         yield hosts, Path(name)
 
 
-def train(setting: Setting, line: Line | None, policy: str, wire: str, steps: int, say: Callable[[str], None]) -> Row:
+def train(
+    setting: Setting, line: Line | None, local_steps: int | None, wire: str, steps: int, say: Callable[[str], None]
+) -> Row:
     """Trains with paceline: a server on the first host, a worker on each."""
     with hosts_with(line, setting.hosts) as (hosts, folder):
         key, out = folder / "run.key", folder / "run"
         served = ["serve", "--bind", f"tcp://{hosts[0].address}:{PORT}", "--key-file", str(key), "--dir", str(out)]
-        served += ["--workers", str(setting.hosts), "--policy", policy, "--wire", wire]
+        served += ["--workers", str(setting.hosts), "--policy", "bsp", "--wire", wire]
+        served += ["--local-steps", str(local_steps)] if local_steps is not None else []
         processes = [start(hosts[0], folder / "serve.log", served)]
         wait_for(lambda: key.exists(), processes, folder)
         script = [str(WORKER), "paceline", setting.workload, setting.optimizer, str(setting.batch), str(steps)]
@@ -136,6 +138,7 @@ def train(setting: Setting, line: Line | None, policy: str, wire: str, steps: in
         lost = [text for text in (folder / "serve.log").read_text().splitlines() if "silent" in text]
         for text in lost:
             say(f"LOST: {text}")
+    policy = "bsp" if local_steps is None else f"bsp local_steps={local_steps}"
     name = policy if wire == "float32" else f"{policy} {wire}"
     link = NO_LINE if line is None else str(line)
     return Row(link, name, computing_share(trained.trace), test_loss(trained, setting), nbytes, trained.time_s, steps)

@@ -38,7 +38,7 @@ class BenchGpu(Benchmark):
     """Tokens of a sample."""
     batch: int = Shape().batch
     """Samples of a batch."""
-    no_ddp: Flag = False
+    without_ddp: Flag = False
     """Leave DDP out."""
 
     def measure(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class BenchGpu(Benchmark):
         gpu_exchange.check_gpu()
         shape = Shape(self.layers, self.width, self.vocabulary, self.context, self.batch)
         setting = gpu_exchange.Setting(shape, self.optimizer, self.servers_on)
-        rows = gpu_exchange.run(setting, list(self.policies), list(self.workers), not self.no_ddp, print_plain)
+        rows = gpu_exchange.run(setting, list(self.policies), list(self.workers), not self.without_ddp, print_plain)
         columns = {
             "policy": "{0.policy}", "workers": "{0.workers}", "exchange": "{0.exchange_ms:.4g} ms",
             "step": "{0.step_ms:.4g} ms", "plain": "{0.plain_step_ms:.4g} ms", "memory": "{0.memory_floats:.1f} P",

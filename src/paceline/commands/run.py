@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import tyro
 
 from paceline import private_files, run_folder
-from paceline.api import check_count, check_live
+from paceline.api import check_count
 from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
 from paceline.commands.on_ray import RayOptions
-from paceline.commands.options import File, Flag, Folder, Maybe, Outputs, WorkerStart
+from paceline.commands.options import File, Flag, Folder, LocalStepOptions, Maybe, Outputs, WorkerStart
 from paceline.commands.terminal import (
     console,
     print_evaluated,
@@ -28,6 +28,8 @@ from paceline.commands.terminal import (
     size_of,
 )
 from paceline.errors import ConfigError, RunFailed
+from paceline.live_checks import check_live
+from paceline.policies.with_local_steps import text_of
 from paceline.report.html import write
 from paceline.run import INTERRUPTED, Target
 from paceline.tensors.layout import EPS, check_slicing
@@ -48,7 +50,7 @@ class Start(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Live(Outputs, ABC):
+class Live(LocalStepOptions, Outputs, ABC):
     """The options of a run in real processes, wherever they are."""
 
     workers: int = 2
@@ -108,7 +110,9 @@ class Live(Outputs, ABC):
         plan = self.keep(plan, start)
         config = {**asdict(self), "script": script[0], "arguments": script[1:]}
         if plan.policy is not None:
-            config["policy"] = str(plan.policy)  # a file of the user's with its whole path
+            within = plan.local_steps if self.local_steps is None and self.every_s is None else None
+            config["policy"] = text_of(str(plan.policy), within)  # a file of the user's with its whole path
+            config["outer"] = None if within is not None else self.outer
         self.write_config(folder, config)
         run_folder.forget_end(folder)
         label = self.policy or "the script's policy"
@@ -156,7 +160,10 @@ class Live(Outputs, ABC):
         from paceline.runtime.live.driver.driver import RunPlan
         from paceline.runtime.live.driver.health import FaultPolicy
 
-        size = check_live(self.workers, self.servers, self.policy, self.cluster, self.slicing, self.seed)
+        size = check_live(
+            self.workers, self.servers, self.policy, self.cluster, self.slicing, self.seed, self.local_steps,
+            self.every_s, self.outer,
+        )  # fmt: skip
         if self.checkpoint_updates is not None:
             check_count("checkpoint-updates", self.checkpoint_updates)
         for name in ("checkpoint_s", "hang_timeout_s", "timeout_s"):
@@ -169,6 +176,7 @@ class Live(Outputs, ABC):
             members=size.members,
             starter=self.starter(script, self.workers, console.is_terminal),
             policy=size.policy,
+            local_steps=size.local_steps,
             cluster=size.cluster,
             seed=self.seed,
             target=Target.parse(self.target) if self.target is not None else None,

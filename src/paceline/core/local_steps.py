@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -108,6 +108,10 @@ class LocalSteps(Struct, frozen=True):
             bounds = ",".join(f"{key}={value}" for key, value, otherwise in usual if value != otherwise)
             said = [f"local_steps={self.rule}({bounds})" if bounds else f"local_steps={self.rule}"]
         return said if self.outer == OUTER else [*said, f"outer={self.outer}"]
+
+    def keywords(self) -> dict[str, Any]:
+        """Returns what makes it again, as the keywords of `make`."""
+        return dict(argument.split("=", 1) for argument in self.arguments())
 
 
 def make(

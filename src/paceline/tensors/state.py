@@ -24,6 +24,11 @@ COUNTED = (*SCALARS, THERE)
 """What is one number for each piece on a shard, and one for each tensor in the whole state."""
 
 
+def nothing(layout: Layout) -> State:
+    """Returns the whole state of an optimizer that has not stepped yet."""
+    return {THERE: torch.zeros(len(layout.entries))}
+
+
 def from_torch(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], layout: Layout) -> State:
     """Returns the whole state of a torch optimizer over `tensors`, which lie as `layout` says."""
     states = [optimizer.state.get(tensor, {}) for tensor in tensors]

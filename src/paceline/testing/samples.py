@@ -27,6 +27,8 @@ class RecordedSampler(Sampler):
         self.folder = folder
         self.drawn: deque[tuple[int, int]] = deque()
         """(epoch, sample), in the order they were drawn."""
+        self.held: list[tuple[int, int]] = []
+        """What the steps of a round have used that is not over."""
 
     def __iter__(self) -> Iterator[int]:
         live = world().live
@@ -36,13 +38,17 @@ class RecordedSampler(Sampler):
             self.drawn.append((live.participation.leases.samplers[self.number].leased.current.epoch, sample))
             yield sample
 
-    def used(self, samples: Sequence[int], counted: bool) -> None:
+    def used(self, samples: Sequence[int], counted: bool, at_round_end: bool = True) -> None:
         """Notes that a step used the oldest samples drawn. Call it right after the step, before anything else is
-        drawn."""
+        drawn. With local steps they have counted when the round is over."""
         live = world().live
         assert live is not None
         oldest = [self.drawn.popleft() for _ in samples]
         assert [sample for _, sample in oldest] == list(samples), "the loop gets what was drawn, in that order"
+        self.held += oldest
+        if not at_round_end:
+            return
+        oldest, self.held = self.held, []
         if counted:
             with (self.folder / f"{live.run.rank}.{live.run.incarnation}.counted").open("ab", buffering=0) as file:
                 file.write("".join(f"{epoch} {sample}\n" for epoch, sample in oldest).encode())

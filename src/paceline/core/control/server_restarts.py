@@ -63,7 +63,8 @@ class FindCheckpoint(Struct, frozen=True):
 
 
 class RestartServer(Struct, frozen=True):
-    """Start this server again, from this, and say why."""
+    """Start this server again, and say why. `source` names the state it will find, which the driver looks up when it
+    configures the server."""
 
     shard: int
     source: Source

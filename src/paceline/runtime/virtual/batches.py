@@ -60,10 +60,7 @@ class Batches:
         else:
             self.fixed = (batch,) if isinstance(batch, int) else batch
         self.mean = sum(self.fixed) / len(self.fixed)
-
-    @property
-    def are_equal(self) -> bool:
-        return self.machine is None and len(set(self.fixed)) == 1
+        self.are_equal = self.machine is None and len(set(self.fixed)) == 1
 
     def announce(self, at: float, view: View) -> None:
         if self.machine is not None:

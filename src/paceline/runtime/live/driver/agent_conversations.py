@@ -20,7 +20,7 @@ from paceline.runtime.live.messaging.keys import is_key
 from paceline.runtime.live.messaging.reliable_channel import ReliableChannel
 from paceline.runtime.live.messaging.unix_sockets import Waiter
 from paceline.runtime.live.protocol import agent_messages, wire
-from paceline.runtime.live.storage.file_transfer import FileRefused
+from paceline.runtime.live.storage.file_transfer import MessageRefused
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class AgentConversations:
                     self._take_connect_request(agent_messages.decode_connect_request(message))
                 else:
                     self._hear(name, agent_messages.decode_numbered(message), frames)
-            except (*wire.BAD_MESSAGE, FileRefused) as error:
+            except (*wire.BAD_MESSAGE, MessageRefused) as error:
                 refused = f"refused a message of {name.decode(errors='replace')}: {error}"
                 logger.warning(printable(refused))
-                if not isinstance(error, FileRefused):
+                if not isinstance(error, MessageRefused):
                     self.hosts.listener.disconnect(name)
         self.broken.update(self.hosts.listener.gone())
         for name in [name for name in self.broken if self.hosts.listener.connected(name)]:
@@ -77,14 +77,14 @@ class AgentConversations:
             or connect.key == self.hosts.meeting.join
             or taken.get(connect.key, connect.token) != connect.token
         ):
-            raise FileRefused("its key is none, or somebody else's")
+            raise MessageRefused("its key is none, or somebody else's")
         if self.tokens.setdefault(connect.token, connect.key) != connect.key:
-            raise FileRefused("it wants the name of another host")
+            raise MessageRefused("it wants the name of another host")
         self.hosts.enrol(connect.key, connect.token)
 
     def _hear(self, name: bytes, numbered: agent_messages.Numbered, frames: list[memoryview]) -> None:
         if self.hosts.meeting.keys is None and not name.startswith(b"host:"):
-            raise FileRefused("it is no agent")
+            raise MessageRefused("it is no agent")
         host = self.hosts.hosts.get(name)
         message = agent_messages.decode_from_agent(numbered.body)
         if host is None or host.channel.session != numbered.session:

@@ -21,7 +21,7 @@ from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.messaging.keys import is_key
 from paceline.runtime.live.protocol import agent_messages, wire
 from paceline.runtime.live.storage import file_transfer, shared_memory
-from paceline.runtime.live.storage.file_transfer import FileRefused
+from paceline.runtime.live.storage.file_transfer import MessageRefused
 
 
 @dataclass(eq=False)
@@ -72,11 +72,11 @@ class AgentReports:
         """A process was started, with this key: a worker's, of this host, and nobody else's."""
         process = (started.rank, started.incarnation)
         if (started.role, *process) not in host.children:
-            raise FileRefused(f"{host} has no {started.role} {started.rank}")
+            raise MessageRefused(f"{host} has no {started.role} {started.rank}")
         if started.key and started.role == "worker":
             known = self.keys.known
             if not is_key(started.key) or any(key == started.key and who != process for who, key in known.items()):
-                raise FileRefused(f"the key of worker {started.rank} is none, or somebody else's")
+                raise MessageRefused(f"the key of worker {started.rank} is none, or somebody else's")
             self.keys.enrol(*process, started.key)
 
     def _take_said(self, host: RemoteHost, said: agent_messages.Said) -> None:
@@ -96,12 +96,12 @@ class AgentReports:
         try:
             self.hear(message)
         except (ConfigError, IllegalEvent) as error:
-            raise FileRefused(str(error)) from None
+            raise MessageRefused(str(error)) from None
 
     def _join_vectors(self, shard: int) -> None:
         """A server of another host has left the whole vectors: its own part of them counts."""
         if not self.state.configured or shard >= len(self.servers.assignment):
-            raise FileRefused(f"server {shard} cannot have finished")
+            raise MessageRefused(f"server {shard} cannot have finished")
         layout, part = self.state.model.layout, self.servers.assignment[shard]
         for name in (shared_memory.WHOLE, shared_memory.AVERAGE):
             path = self.folder / file_transfer.OF_SHARD.format(shard=shard, name=name)
@@ -109,7 +109,7 @@ class AgentReports:
                 try:
                     theirs = shared_memory.attach(path, layout)
                 except PacelineError as error:
-                    raise FileRefused(str(error)) from None
+                    raise MessageRefused(str(error)) from None
                 ours = shared_memory.attach(self.folder / name, layout)
                 for start, stop in part:
                     ours[start:stop] = theirs[start:stop]

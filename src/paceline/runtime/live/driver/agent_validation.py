@@ -12,9 +12,16 @@ from typing import Any
 from paceline.core.messages import Role
 from paceline.errors import ConfigError
 from paceline.runtime.live.driver.remote_hosts import RemoteHost
-from paceline.runtime.live.protocol import agent_messages, lease_messages, resizing_messages, script_calls, wire
+from paceline.runtime.live.protocol import (
+    agent_messages,
+    lease_messages,
+    resizing_messages,
+    round_messages,
+    script_calls,
+    wire,
+)
 from paceline.runtime.live.storage import file_transfer
-from paceline.runtime.live.storage.file_transfer import FileRefused
+from paceline.runtime.live.storage.file_transfer import MessageRefused
 from paceline.tensors import optimizer_catalogue
 from paceline.tensors.layout import BORDERS, DTYPES, SLICINGS
 
@@ -24,7 +31,7 @@ SPEAKER = re.compile(r"(worker):(\d{1,9}):(\d{1,9})|(server):(\d{1,9})")
 OF_WORKERS = (
     wire.Describe, wire.Log, wire.Leave, wire.Rejected, wire.PeerStatus, wire.Ask, wire.Without,
     lease_messages.LeaseEvents, resizing_messages.Held, resizing_messages.Want,
-    script_calls.LRSchedulerStates, script_calls.EndRun, script_calls.AtBarrier,
+    script_calls.LRSchedulerStates, script_calls.EndRun, script_calls.AtBarrier, round_messages.Begun,
 )  # fmt: skip
 OF_SERVERS = (
     wire.Ready, wire.Status, wire.Due, wire.Saved, wire.Finished, wire.Undurable, wire.Ask, wire.Measured,
@@ -43,16 +50,16 @@ FILES = re.compile(
 
 def check_offer(arrive: agent_messages.Arrive) -> None:
     if not (0 <= arrive.workers <= MOST and 0 <= arrive.servers <= MOST and len(arrive.ranks) <= MOST):
-        raise FileRefused(f"it offers {arrive.workers} workers and {arrive.servers} servers: {MOST} at most")
+        raise MessageRefused(f"it offers {arrive.workers} workers and {arrive.servers} servers: {MOST} at most")
     if any(not 0 <= rank < 1 << 20 for rank in arrive.ranks) or len(set(arrive.ranks)) < len(arrive.ranks):
-        raise FileRefused(f"it is for the workers {arrive.ranks}: these cannot be")
+        raise MessageRefused(f"it is for the workers {arrive.ranks}: these cannot be")
 
 
 def check_file(host: RemoteHost, name: str, size: int, begun: bool) -> None:
     """Refuse a file that no process of this host may leave."""
     found = FILES.fullmatch(name)
     if found is None or not 0 <= size <= file_transfer.LARGEST:
-        raise FileRefused(f"an agent may not write a file {name!r} of {size} bytes")
+        raise MessageRefused(f"an agent may not write a file {name!r} of {size} bytes")
     is_of = {kind: int(value) for kind, value in found.groupdict().items() if value is not None and value.isdigit()}
     ranks = {(role, rank) for role, rank, _ in host.children}
     if found["lead"]:
@@ -66,7 +73,7 @@ def check_file(host: RemoteHost, name: str, size: int, begun: bool) -> None:
     else:
         allowed = any(("server", is_of[kind]) in ranks for kind in ("giver", "shard", "part") if kind in is_of)
     if not allowed:
-        raise FileRefused(f"the file {name!r} is of no process of {host}")
+        raise MessageRefused(f"the file {name!r} is of no process of {host}")
 
 
 def check_described(described: wire.Describe) -> None:
@@ -93,20 +100,20 @@ def read_said(host: RemoteHost, said: agent_messages.Said) -> wire.ToDriver:
     """What a process of the host says to the driver, if it may."""
     found = SPEAKER.fullmatch(said.by)
     if found is None:
-        raise FileRefused(f"{said.by[:40]!r} is no process")
+        raise MessageRefused(f"{said.by[:40]!r} is no process")
     is_worker = found[1] is not None
     role: Role = "worker" if is_worker else "server"
     rank = int(found[2] if is_worker else found[5])
     incarnations = {incarnation for other, number, incarnation in host.children if (other, number) == (role, rank)}
     if not incarnations or (is_worker and int(found[3]) not in incarnations):
-        raise FileRefused(f"{said.by!r} is no process of {host}")
+        raise MessageRefused(f"{said.by!r} is no process of {host}")
     message = wire.decode_to_driver(said.message)
     if not isinstance(message, OF_WORKERS if is_worker else OF_SERVERS):
-        raise FileRefused(f"a {role} says no {type(message).__name__}")
+        raise MessageRefused(f"a {role} says no {type(message).__name__}")
     if is_worker:
         _check_worker(message, rank, int(found[3]))
     elif getattr(message, "shard", rank) != rank:
-        raise FileRefused(f"{said.by!r} spoke as another server")
+        raise MessageRefused(f"{said.by!r} spoke as another server")
     return message
 
 
@@ -114,10 +121,14 @@ def _check_worker(message: Any, rank: int, incarnation: int) -> None:
     """It speaks of itself, wherever it names somebody."""
     if isinstance(message, wire.Without):
         return
-    spoken = [message, *getattr(message, "events", ()), *([message.message] if isinstance(message, wire.Ask) else [])]
+    spoken = [
+        message,
+        *getattr(message, "events", ()),
+        *([message.message] if isinstance(message, wire.Ask | round_messages.Begun) else []),
+    ]
     spoken.append(getattr(message, "batches", None))
     for each in spoken:
         named = getattr(each, "rank", getattr(each, "worker", rank))
         named_incarnation = getattr(each, "incarnation", incarnation)
         if (named, named_incarnation) != (rank, incarnation):
-            raise FileRefused(f"worker {rank} spoke as worker {named}, incarnation {named_incarnation}")
+            raise MessageRefused(f"worker {rank} spoke as worker {named}, incarnation {named_incarnation}")

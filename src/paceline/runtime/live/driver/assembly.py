@@ -57,7 +57,7 @@ from paceline.runtime.live.driver.time_limits import TimeLimits
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.driver.worker_restarts import WorkerRestarts
 from paceline.runtime.live.messaging.unix_sockets import Listener, Waiter
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls, wire
+from paceline.runtime.live.protocol import lease_messages, resizing_messages, round_messages, script_calls, wire
 from paceline.runtime.live.protocol.configuration import LiveConfig
 from paceline.runtime.live.storage import endpoints
 
@@ -262,6 +262,7 @@ def assemble(
         resizing_messages.Gave: resizing.take_gave,
         wire.Ask: coordinators.hear_scheduler,
         wire.Measured: coordinators.hear_reducer,
+        round_messages.Begun: coordinators.hear_planner,
         script_calls.EndRun: script_ends.take_request,
         script_calls.AtBarrier: barrier.enter,
         script_calls.Awaited: barrier.take_awaited,
@@ -302,6 +303,7 @@ def _write_config(plan: RunPlan, folder: Path, traces: Path) -> None:
         plan.checkpointing is not None,
         secrets.token_hex(8),
         plan.multihost,
+        local_steps=plan.local_steps,
         servers_on="cpu" if plan.obstacle_to_devices else plan.servers_on,
     )
     private_files.write(folder / "config", msgspec.json.encode(config))

@@ -23,6 +23,7 @@ from paceline.core.control.admission import (
 from paceline.core.control.worker_restarts import Outcomes
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.errors import ConfigError, PacelineError, RunFailed
+from paceline.policies.with_local_steps import check_local_steps
 from paceline.runtime.clipping import check_clip_mean
 from paceline.runtime.live.driver.admission import Admission
 from paceline.runtime.live.driver.checkpointing import Checkpointer
@@ -63,18 +64,21 @@ class ModelSetup:
         try:
             policy = self._choose_policy(lead.policy or DEFAULT_POLICY)
             check_clip_mean(policy, lead.optimizer.extras)
+            if lead.local_steps is not None:
+                check_local_steps(policy, lead.local_steps)
         except ConfigError as error:
             if self.plan.meeting is None or self.plan.policy is not None:
                 raise
             self.admission.turn_away(lead.rank, lead.incarnation, str(error))
             self.admission.deliver(ModelRefused(lead.rank, lead.incarnation))
             return
-        model = Model(policy, lead.digest, lead.layout, lead.optimizer, lead.aliases)
+        model = Model(policy, lead.digest, lead.layout, lead.optimizer, lead.aliases, lead.local_steps)
         self.state.configure(model)
         is_full_at = self.plan.members.workers if self.state.without_servers else None
         self.admission.deliver(ModelChosen(lead.digest, is_full_at))
         if self.checkpointer is not None:
             self.checkpointer.check_layout(lead.layout)
+        self.coordinators.start_planner(model.local_steps)
         if isinstance(policy, PeerPolicy):
             self.peer_setup.prepare(policy)
             self.placement.choose_for_peers(self.admission.workers.processes(), self.peer_setup.folder)

@@ -166,6 +166,11 @@ class Checkpointer:
         if self.machine.final:
             self._deliver(TrainingContinued())
 
+    def close(self) -> None:
+        """Removes what an incomplete checkpoint has left, once nobody writes to it any more."""
+        if self.part != Path():
+            checkpoint.discard(self.part)
+
     def server_died(self, name: str) -> None:
         """What it was to write will not come."""
         self._deliver(WriterDied(name, kept=self.last is not None))

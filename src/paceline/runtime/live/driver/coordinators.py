@@ -1,4 +1,5 @@
-"""The machines that run in the driver's process: a scheduler if the policy has one, a reducer if means are clipped."""
+"""The machines that run in the driver's process: a scheduler if the policy has one, a reducer if means are clipped, a
+planner if rounds of local steps are planned."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.events import ServersChanged
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import Members, Resync, View
 from paceline.runtime.live.driver.messenger import Messenger
 from paceline.runtime.live.driver.norm_reduction import NormReduction
+from paceline.runtime.live.driver.round_planning import RoundPlanning
 from paceline.runtime.live.driver.run_state import Model
 from paceline.runtime.live.driver.scheduler_runner import SchedulerRunner
-from paceline.runtime.live.protocol import wire
+from paceline.runtime.live.protocol import round_messages, wire
 
 
 @dataclass(eq=False)
@@ -26,6 +29,7 @@ class Coordinators:
     ring: Callable[[Resync], None] | None
     scheduler: SchedulerRunner | None = None
     reducer: NormReduction | None = None
+    planner: RoundPlanning | None = None
 
     def start(self, model: Model, members: Members) -> None:
         """Starts those that the model and the policy need."""
@@ -34,6 +38,11 @@ class Coordinators:
             self.scheduler = SchedulerRunner(machine, self.folder, self.now, self.messenger, self.ring)
         if model.optimizer.extras.clip_mean is not None:
             self.reducer = NormReduction(members.servers, self.now, self.messenger.to_server)
+
+    def start_planner(self, local: LocalSteps | None) -> None:
+        """Starts the planner of rounds, if they are planned."""
+        if local is not None and local.is_planned:
+            self.planner = RoundPlanning(local, self.now, self.messenger)
 
     @property
     def waits(self) -> Mapping[int, str]:
@@ -52,7 +61,13 @@ class Coordinators:
         if self.reducer is not None:
             self.reducer.hear(message)
 
+    def hear_planner(self, message: round_messages.Begun) -> None:
+        if self.planner is not None:
+            self.planner.hear(message.message)
+
     def announce(self, view: View) -> None:
+        if self.planner is not None:
+            self.planner.announce(view)
         if self.scheduler is not None:
             self.scheduler.announce(view)
 

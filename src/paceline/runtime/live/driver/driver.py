@@ -72,6 +72,8 @@ class Driver:
     def close(self) -> None:
         """Ends all processes, and leaves nothing behind."""
         self.parts.children.kill_all()
+        if self.parts.checkpointer is not None:
+            self.parts.checkpointer.close()
         self.plan.starter.close()
         self.resources.close()
 

@@ -17,7 +17,8 @@ from paceline.runtime.live.protocol import wire
 from paceline.tensors.piece_optimizers import Hyper
 
 STATUS_S, SILENT_S = 0.5, 1.0
-"""How often servers tell how the workers are; after how long without a word one is stopped, or this driver was."""
+"""How often a server reports; a longer gap than the second means that the server, or this driver, stood still, and no
+    worker is blamed for it."""
 FEW = 3
 """Rejected gradients that are told one by one."""
 

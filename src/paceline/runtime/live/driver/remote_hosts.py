@@ -19,7 +19,7 @@ from paceline.runtime.live.protocol import agent_messages, wire
 from paceline.runtime.live.storage import file_transfer
 
 JOIN = b"join"
-"""Who speaks with the run's own key: somebody who wants to be known by one of his own."""
+"""The name of any caller that has the run's shared key only. All it may do is register a key of its own."""
 LARGEST = 1 << 27
 """Bytes of a message of an agent: a piece of a file, or the description of a model."""
 
@@ -94,7 +94,9 @@ class RemoteHosts:
         self.meeting = meeting
         self.folder = folder
         self.state = state
-        self.listener = RemoteListener(meeting.host, (meeting.port, meeting.port), meeting.keys, LARGEST, hwm=0)
+        self.listener = RemoteListener(
+            meeting.host, (meeting.port, meeting.port), meeting.keys, LARGEST, most_waiting=0
+        )
         if meeting.join:
             self.listener.enrol(meeting.join, JOIN)
         self.hosts: dict[bytes, RemoteHost] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.core.messages import Members
 from paceline.core.trace import Header
+from paceline.policies.with_local_steps import text_of
 from paceline.run import FAILED, FINISHED, ON_SERVERS, Point, Run, ServerChange, Target
 from paceline.runtime.live.driver.run_state import Model
 from paceline.runtime.live.storage import shared_memory
@@ -51,11 +52,12 @@ def collect_results(model: Model, seed: int, outcome: Outcome, folder: Path, fin
     parameters = layout.named(values)
     average = folder / shared_memory.AVERAGE
     slice_bytes = layout.slice_bytes(max(1, members.servers))
-    header = Header("live", str(model.policy), members, seed, slice_bytes, outcome.clips_mean)
+    local = str(model.local_steps) if model.local_steps is not None else ""
+    header = Header("live", str(model.policy), members, seed, slice_bytes, outcome.clips_mean, local)
     trace = gather(folder / "trace", header)
     time_s = trace.records[-1].event.at if trace.records else 0.0
     return Run(
-        policy=str(model.policy),
+        policy=text_of(str(model.policy), model.local_steps),
         runtime="live",
         history=outcome.history,
         trace=trace,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.cluster import Cluster
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import Members
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError
@@ -57,6 +58,8 @@ class RunPlan:
     """Where the servers have the parameters: "cpu", "gpu", or "auto", where the models are."""
     servers_asked: int | None = None
     """How many servers somebody has asked for: too many, if the script's policy has none."""
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges; the script's if None."""
 
     @property
     def obstacle_to_devices(self) -> str:

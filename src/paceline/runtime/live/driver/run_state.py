@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from paceline.core.local_steps import LocalSteps
 from paceline.core.policy import PeerPolicy, Policy
 from paceline.run import FINISHED
 from paceline.tensors.layout import Layout
@@ -22,6 +23,8 @@ class Model:
     optimizer: OptimizerSpec
     aliases: dict[str, str]
     """Second names of tied weights."""
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges, if they do."""
 
 
 @dataclass(frozen=True)

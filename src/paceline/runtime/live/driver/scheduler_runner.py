@@ -83,7 +83,7 @@ class SchedulerRunner:
         match action.message:
             case Release() as release:
                 self.waits.pop(release.worker, None)
-                self.messenger.to_worker(release.worker, release.incarnation, wire.FromScheduler(release))
+                self.messenger.to_worker(release.worker, release.incarnation, wire.Released(release))
             case Resync() as resync:
                 (self.ring or self.abort_flags.set)(resync)
             case Plan() as plan:

@@ -66,7 +66,7 @@ class RemoteListener:
     """Accepts any number of named processes on one port, and receives their messages while somebody waits for it.
 
     `ports` are the first and the last that may be used; (0, 0) leaves it to the system. A process for which more than
-    `hwm` messages wait is disconnected. If it is `threaded`, messages come and leave while nobody waits.
+    `most_waiting` messages wait is disconnected. If it is `threaded`, messages come and leave while nobody waits.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RemoteListener:
         ports: tuple[int, int],
         keys: KeyPair | None,
         largest: int = LARGEST,
-        hwm: int = QUEUE,
+        most_waiting: int = QUEUE,
         threaded: bool = False,
     ) -> None:
         self.keys = keys
@@ -88,7 +88,7 @@ class RemoteListener:
         self.received = 0
         self.warned: set[tuple[bytes, str]] = set()
         """Whose messages could not be read, and why, as far as it was logged."""
-        transport = TcpTransport(keys, largest, hwm, is_known=self.connections.names.__contains__)
+        transport = TcpTransport(keys, largest, most_waiting, is_known=self.connections.names.__contains__)
         self.transport: Transport = ThreadedTransport(transport) if threaded else transport
         try:
             self.port = self.transport.listen(host, ports)
@@ -225,14 +225,14 @@ class RemoteLink:
         name: bytes,
         keys: KeyPair | None,
         server_key: str,
-        hwm: int = QUEUE,
+        most_waiting: int = QUEUE,
         place_frames: FramePlacement | None = None,
         threaded: bool = False,
     ) -> None:
         self.address = address
         self.name = name
         self.server_key = server_key
-        transport = TcpTransport(keys, ANSWER, hwm, place_frames)
+        transport = TcpTransport(keys, ANSWER, most_waiting, place_frames)
         self.transport: Transport = ThreadedTransport(transport) if threaded else transport
         self.refused = ""
         """Why the last attempt to connect failed, if it did."""

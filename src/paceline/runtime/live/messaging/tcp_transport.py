@@ -58,7 +58,7 @@ class TcpTransport:
         self,
         keys: KeyPair | None,
         largest: int,
-        hwm: int,
+        most_waiting: int,
         place_frames: FramePlacement | None = None,
         is_known: Callable[[str], bool] | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class TcpTransport:
         self.keys = keys
         self.limits = ConnectionLimits(largest, place_frames)
         self.is_known = is_known or (lambda key: False)
-        self.hwm = hwm
+        self.most_waiting = most_waiting
         self.epoll = select.epoll()
         self.acceptor: socket.socket | None = None
         self.connections: dict[int, TcpConnection] = {}
@@ -118,7 +118,7 @@ class TcpTransport:
 
     def send(self, route: bytes, parts: Sequence[Part], may_change: bool = False) -> bool:
         connection = self.routes.get(route)
-        if connection is None or (self.hwm and len(connection.outgoing) >= self.hwm):
+        if connection is None or (self.most_waiting and len(connection.outgoing) >= self.most_waiting):
             return False
         message = connection.add(parts)
         if len(connection.outgoing) == 1:
@@ -137,7 +137,7 @@ class TcpTransport:
 
     def has_room(self) -> bool:
         """Whether some connection takes more messages."""
-        return any(len(connection.outgoing) <= self.hwm // 2 for connection in self.routes.values())
+        return any(len(connection.outgoing) <= self.most_waiting // 2 for connection in self.routes.values())
 
     def receive(self) -> ReceivedMessage | None:
         while not self.inbox and self.wait(0.0):

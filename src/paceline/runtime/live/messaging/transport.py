@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FRAME = 1 << 20
 """Bytes of the largest frame. The connection that sends a larger one is closed."""
 SPARE = 1 << 10
-"""Frames of a message that need not be full."""
+"""How many more frames a message may have than full ones would need, since some are shorter."""
 HANDSHAKE_S = 3.0
 """Whoever has not identified itself by then is disconnected."""
 BROKE_OFF = "broke off: it may have another key, or keys where we have none, or be busy"

@@ -126,7 +126,7 @@ class Agent:
         while self.over is None and (received := self.driver.receive()) is not None:
             try:
                 self._handle_order(*received)
-            except (*wire.BAD_MESSAGE, file_transfer.FileRefused) as error:
+            except (*wire.BAD_MESSAGE, file_transfer.MessageRefused) as error:
                 self.driver.refuse(error)
         self._pass_on()
         self.processes.read_output(ready)

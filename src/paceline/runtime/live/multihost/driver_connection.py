@@ -39,7 +39,7 @@ class DriverConnection:
         self.address = address
         self.patience_s = patience_s
         self.say = say
-        self.link = RemoteLink(address, b"host:" + token.encode(), keys, server_key, hwm=0)
+        self.link = RemoteLink(address, b"host:" + token.encode(), keys, server_key, most_waiting=0)
         self.reopened_s = self.checked_s = time.monotonic()
         self.begin_session()
 
@@ -74,7 +74,7 @@ class DriverConnection:
     def refuse(self, error: Exception) -> None:
         """Says why an order was refused. Whoever sends what cannot be decoded is disconnected."""
         self.say(printable(f"refused a message of the driver: {error}"))
-        if not isinstance(error, file_transfer.FileRefused):
+        if not isinstance(error, file_transfer.MessageRefused):
             self.link.disconnect()
 
     def tick(self, is_welcome: bool) -> None:

@@ -26,10 +26,10 @@ class Unwelcomed:
         self.tick = connect
 
     def has_keys(self) -> bool:
-        raise file_transfer.FileRefused("it starts a process of this host before it has welcomed it")
+        raise file_transfer.MessageRefused("it starts a process of this host before it has welcomed it")
 
     def localized(self, to: str, message: bytes) -> bytes:
-        raise file_transfer.FileRefused("it sends to a process of this host before it has welcomed it")
+        raise file_transfer.MessageRefused("it sends to a process of this host before it has welcomed it")
 
 
 class Welcomed:

@@ -14,7 +14,7 @@ from paceline.runtime.live.messaging.unix_sockets import Waiter
 from paceline.runtime.live.peer import parameter_slots
 from paceline.runtime.live.protocol import agent_messages
 from paceline.runtime.live.storage import shared_memory
-from paceline.runtime.live.storage.file_transfer import FileRefused
+from paceline.runtime.live.storage.file_transfer import MessageRefused
 from paceline.runtime.live.storage.process_keys import key_path, write_keys
 from paceline.runtime.live.storage.trace_files import SUFFIX
 
@@ -39,7 +39,7 @@ class LocalProcesses:
     def start(self, role: Role, rank: int, incarnation: int, offered: int, with_keys: bool) -> agent_messages.Started:
         """Starts a process, with a key pair of its own if it is a worker; not more of a role than are `offered`."""
         if sum(child.role == role for child in self.children.values()) >= offered:
-            raise FileRefused(f"it starts {role} {rank}, and this host has offered to run {offered}")
+            raise MessageRefused(f"it starts {role} {rank}, and this host has offered to run {offered}")
         key = ""
         if role == "server":
             child = start_server(self.folder, rank, incarnation)

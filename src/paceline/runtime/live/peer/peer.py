@@ -116,8 +116,16 @@ class LivePeer:
     def fetch_state(self) -> Sequence[dict[str, Tensor]]:
         return ()
 
+    def hear(self) -> None:
+        with self.responder.paused():
+            self.events.hear(0.0)
+
     def exchange(
-        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None
+        self,
+        gradients: Sequence[Tensor | None],
+        hyper: tuple[Hyper, ...],
+        weight: float | None = None,
+        steps: int = 1,
     ) -> None:
         check_process(self.run)
         if weight is not None and isinstance(self.machine, ADPSGDPeer):
@@ -128,7 +136,7 @@ class LivePeer:
         refusal = "" if finite else "the gradient is not finite"
         if refusal:
             self.run.send(wire.Rejected(self.run.rank, self.iteration, refusal))
-        self._hand_in(refusal, hyper, self.participation.leases.weight() if weight is None else weight)
+        self._hand_in(refusal, hyper, self.participation.leases.weight() if weight is None else weight, steps)
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         check_process(self.run)
@@ -150,12 +158,12 @@ class LivePeer:
         """The updates in this peer's parameters."""
         return self.machine.version
 
-    def _hand_in(self, refusal: str, hyper: tuple[Hyper, ...], weight: float = 1.0) -> None:
+    def _hand_in(self, refusal: str, hyper: tuple[Hyper, ...], weight: float = 1.0, steps: int = 1) -> None:
         """A computation is done. With a `refusal` its step is left out, and all else is done."""
         with self.responder.paused():
             self.parameters.end_computation()
             try:
-                self._complete_iteration(refusal, hyper, weight)
+                self._complete_iteration(refusal, hyper, weight, steps)
             finally:
                 self.parameters.begin_computation(self.responder.started)
         if self._status_is_due():
@@ -163,7 +171,7 @@ class LivePeer:
         if self.participation.stopping:
             raise Stopped(whole=True)
 
-    def _complete_iteration(self, refusal: str, hyper: tuple[Hyper, ...], weight: float) -> None:
+    def _complete_iteration(self, refusal: str, hyper: tuple[Hyper, ...], weight: float, steps: int) -> None:
         """Returns when the model has the parameters of the next iteration."""
         ordered = self.executor.take_order()
         self.hyper = hyper
@@ -172,7 +180,7 @@ class LivePeer:
         now = self.run.now()
         self.participation.leases.note_step(now - self.ordered_at)
         done = (now, ordered.iteration, ordered.attempt, (self.nbytes,))
-        self.events.deliver(GradientRejected(*done, refusal) if refusal else GradientReady(*done, weight))
+        self.events.deliver(GradientRejected(*done, refusal) if refusal else GradientReady(*done, weight, steps))
         self._await_order()
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         if not self.participation.barrier.waits:

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import Members
 
 
@@ -85,5 +86,7 @@ class LiveConfig(Struct, frozen=True):
     """Whether the driver is on another host: none of its texts becomes a path or code (`driver_texts.py`)."""
     servers_on: str = "auto"
     """Where servers, or peers, have the parameters: "cpu", "gpu", or "auto", where the models are."""
+    local_steps: LocalSteps | None = None
+    """The local steps that take precedence over the script's, if any."""
     own_policy: str | None = None
     """The policy of this host's own command line, which may be in a file even for a guest."""

@@ -1,14 +1,14 @@
 """The messages between the processes of a live run, besides the core's. Encoded by msgspec.
 
 worker -> driver     Describe (the model, from worker 0), Log, Rejected, Leave; Ask, for the scheduler
-driver -> worker     Begin, ServerRestarted, Refuse, Stop; FromScheduler, from the scheduler
+driver -> worker     Begin, ServerRestarted, Refuse, Stop; Released, from the scheduler
 driver -> server     Enrol, Configure, StartClock, NewView, Checkpoint, Finish; Planned, Reduced
 server -> driver     Ready, Status, Due, Saved, Undurable, Finished; Ask, for the scheduler; Measured
 worker -> server     Exchange: push and pull of one iteration in one message; Fetch; from other hosts Staged, Commit
 server -> worker     the core's Parameters; Fetched; to other hosts CodedParameters (`coded_messages.py`)
 Between hosts these are in an `Envelope` (`protocol/envelope.py`), with gradients and parameters as frames behind it.
 Without servers: PeerStatus and Without to the driver, NewView and Done from it, and from peer to peer a Parcel of the
-core's messages. `lease_messages.py`, `resizing_messages.py` and `script_calls.py` list their messages.
+core's messages. `lease_messages.py`, `resizing_messages.py`, `round_messages.py` and `script_calls.py` list theirs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.events import ServersChanged
+from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.core.topology import Topology
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls
+from paceline.errors import ConfigError
+from paceline.runtime.live.protocol import lease_messages, resizing_messages, round_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
@@ -42,6 +44,8 @@ class Describe(Struct, frozen=True, tag=True):
     endpoint: Endpoint | None = None
     """Where a peer can be reached, in a run on several hosts."""
     model_on: ModelDevice = ModelDevice()
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges, if they do."""
 
 
 class Log(Struct, frozen=True, tag=True):
@@ -267,8 +271,9 @@ class Ask(Struct, frozen=True, tag=True):
     message: ToScheduler
 
 
-class FromScheduler(Struct, frozen=True, tag=True):
-    """A message of the scheduler to a worker that waits."""
+class Released(Struct, frozen=True, tag=True):
+    """The scheduler's `Release` on its way to a worker that waits. A `Resync` takes another way
+    (`storage/abort_flag.py`)."""
 
     message: Release
 
@@ -353,10 +358,11 @@ ToDriver = (
     Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
     | Without | Undurable | Measured | lease_messages.LeaseEvents | resizing_messages.ToDriver
     | script_calls.LRSchedulerStates | script_calls.EndRun | script_calls.AtBarrier | script_calls.Awaited
+    | round_messages.Begun
 )  # fmt: skip
 ToWorker = (
-    Begin | Refuse | Stop | ServerRestarted | FromScheduler | NewView | Done | lease_messages.LeaseAnswer
-    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow
+    Begin | Refuse | Stop | ServerRestarted | Released | NewView | Done | lease_messages.LeaseAnswer
+    | resizing_messages.ToWorker | script_calls.BarrierOpened | script_calls.Follow | round_messages.Planned
 )  # fmt: skip
 ToServer = (
     Enrol | Configure | StartClock | NewView | Checkpoint | Finish | Planned | Reduced | resizing_messages.ToServer
@@ -373,5 +379,5 @@ decode_remote_request = msgspec.msgpack.Decoder(Exchange | Fetch | Staged | Comm
 decode_parcel = msgspec.msgpack.Decoder(Parcel).decode
 decode_from_shard = msgspec.msgpack.Decoder(Fetched | Parameters).decode
 
-BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError)
 """The exceptions that decoding a malformed message may raise."""

@@ -37,8 +37,8 @@ FROM_DRIVER = re.compile(
 """Files of a host's folder that a driver of another host may write: not its configuration, keys and sockets."""
 
 
-class FileRefused(PacelineError):
-    """A message of another host that is not as it must be."""
+class MessageRefused(PacelineError):
+    """Another host said or sent what it may not. It is logged; the host is not told."""
 
 
 def from_worker(message: wire.ToDriver, folder: Path) -> list[Path]:
@@ -102,7 +102,7 @@ def localized(message: wire.ToServer, folder: Path) -> wire.ToServer:
     """Returns the message with paths of the host that `folder` is on."""
     match message:
         case wire.Configure(journal=journal) if journal is not None:
-            raise FileRefused("a server of this host is to write a log: logs are only kept on the driver's host")
+            raise MessageRefused("a server of this host is to write a log: logs are only kept on the driver's host")
         case wire.Configure(checkpoint=checkpoint) if checkpoint is not None:
             return structs.replace(message, checkpoint=str(folder / CHECKPOINT_IN))
         case wire.Checkpoint():
@@ -116,7 +116,7 @@ def unpack_checkpoint(message: wire.Saved, folder: Path, into: Path) -> wire.Sav
     """Moves a part of a checkpoint that came from another host to where the driver wants it."""
     if message.entry is not None:
         if message.entry.file != f"shard-{message.shard}.safetensors":
-            raise FileRefused(f"a part of a checkpoint is not named {message.entry.file!r}")
+            raise MessageRefused(f"a part of a checkpoint is not named {message.entry.file!r}")
         try:
             shutil.move(folder / CHECKPOINT_OUT / message.entry.file, into / message.entry.file)
         except OSError as error:
@@ -149,16 +149,16 @@ def pieces(path: Path) -> Iterator[tuple[int, int, bytes]]:
 def check_from_driver(name: str, size: int) -> None:
     """Refuses a file that no process of this host needs."""
     if FROM_DRIVER.fullmatch(name) is None or not 0 <= size <= LARGEST:
-        raise FileRefused(f"the driver may not write a file {name!r} of {size} bytes")
+        raise MessageRefused(f"the driver may not write a file {name!r} of {size} bytes")
 
 
 def unpack(folder: Path, name: str, offset: int, size: int, content: bytes | memoryview) -> None:
     """Writes a piece of a file in the folder, and nowhere else. The file appears when it is whole."""
     parts = PurePosixPath(name).parts
     if not parts or len(parts) > 2 or any(part in ("..", "/", "") for part in parts) or len(name) > 200:
-        raise FileRefused(f"a file named {name!r} has no place in a run's folder")
+        raise MessageRefused(f"a file named {name!r} has no place in a run's folder")
     if offset < 0 or offset + len(content) > size:
-        raise FileRefused(f"a piece of {name!r} does not fit: {len(content)} bytes at {offset} of {size}")
+        raise MessageRefused(f"a piece of {name!r} does not fit: {len(content)} bytes at {offset} of {size}")
     path = folder.joinpath(*parts)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -166,11 +166,11 @@ def unpack(folder: Path, name: str, offset: int, size: int, content: bytes | mem
         begin = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | (os.O_APPEND if offset else os.O_TRUNC)
         with os.fdopen(os.open(part, begin, 0o600), "ab" if offset else "wb") as file:
             if file.tell() != offset:
-                raise FileRefused(f"a piece of {name!r} is missing")
+                raise MessageRefused(f"a piece of {name!r} is missing")
             file.write(content)
         if offset + len(content) == size:
             part.replace(path)
-    except (OSError, ValueError, FileRefused) as error:
+    except (OSError, ValueError, MessageRefused) as error:
         with contextlib.suppress(OSError, ValueError):
             part.unlink()
-        raise FileRefused(f"{name!r} cannot be written: {error}") from None
+        raise MessageRefused(f"{name!r} cannot be written: {error}") from None

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paceline.core.local_steps import LocalSteps
 from paceline.core.policy import Policy
 from paceline.policies import without_folders
 from paceline.tensors.layout import Layout
@@ -37,10 +38,13 @@ class ModelDescription:
     """Second names of tied weights."""
     module: nn.Module | None = None
     """The model itself, if the script has named it."""
+    local_steps: LocalSteps | None = None
+    """How workers train alone between exchanges: then `optimizer` steps on what they have learned."""
 
     def digest(self, policy: Policy | None) -> str:
         """Returns a text that must be the same on every worker."""
-        return f"{self.layout.digest()}/{self.optimizer.name}/{self.optimizer.extras}/{without_folders(str(policy))}"
+        chosen = f"{without_folders(str(policy))}/{self.local_steps}"
+        return f"{self.layout.digest()}/{self.optimizer.name}/{self.optimizer.extras}/{chosen}"
 
 
 def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,11 +39,16 @@ class Participant(Protocol):
         """A step comes without a closure."""
 
     def exchange(
-        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None
+        self,
+        gradients: Sequence[Tensor | None],
+        hyper: tuple[Hyper, ...],
+        weight: float | None = None,
+        steps: int = 1,
     ) -> None:
         """Hands a gradient in; returns when the model holds the parameters of the next iteration.
 
-        `weight` says how many samples it stands for; without one those that were drawn for it are counted.
+        `weight` says how many samples it stands for; without one those that were drawn for it are counted. An outer
+        gradient is of so many local steps.
         """
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
@@ -57,6 +62,9 @@ class Participant(Protocol):
 
     def pass_slow_link(self) -> None:
         """Takes the time that the parameters need on a scenario's slow connection."""
+
+    def hear(self) -> None:
+        """Hears what the driver says, now and then, while the script is in a round of local steps."""
 
     def fetch_state(self) -> Sequence[Mapping[str, Tensor]]:
         """Returns what servers' optimizers have learned about each trained tensor; nothing if there are none."""

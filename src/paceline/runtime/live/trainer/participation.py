@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from paceline.core.control.round_planner import EndRound
 from paceline.errors import PacelineError
-from paceline.runtime.live.protocol import lease_messages, script_calls, wire
+from paceline.runtime.live.protocol import lease_messages, round_messages, script_calls, wire
 from paceline.runtime.live.system.training_end import Stopped, TrainingEnd
 from paceline.runtime.live.trainer.barrier_wait import BarrierWait
 from paceline.runtime.live.trainer.run_connection import RunConnection
@@ -32,6 +33,8 @@ class Participation:
         """Since when a process that is to stop waits for others."""
         self.barrier = BarrierWait()
         self.leases = SampleLeases(run, self.end, await_driver)
+        self.plan_round: Callable[[EndRound], None] = lambda order: None
+        """Called with the plan for a round of local steps."""
         self.before_leaving: Callable[[], None] = lambda: None
         """Called when the script has ended, before the process leaves the run."""
 
@@ -43,6 +46,8 @@ class Participation:
                 self.run.scenario.has_left |= message.leaves
             case lease_messages.LeaseAnswer():
                 self.leases.receive(message)
+            case round_messages.Planned(order):
+                self.plan_round(order)
             case script_calls.BarrierOpened():
                 self.barrier.open()
             case script_calls.Follow(iteration):

@@ -35,6 +35,9 @@ An iteration of a sampler ends when the dispatcher has nothing left of the epoch
 the next epoch. A loop that is left early goes on in the same epoch with what it had not drawn. An iteration is never
 empty, whatever others took: a loop around the loader that waits for steps would otherwise spin.
 
+With local steps a gradient stands for a round of steps. What each of them has used is held until the round ends, and
+settled then: of a round that counts nowhere, or is lost with its worker, all samples are granted again.
+
 All of this is in the thread that calls `step`, as everything that reads from connections.
 """
 
@@ -63,6 +66,8 @@ class SampleLeases:
         self.end = end
         self.await_driver = await_driver
         self.samplers: dict[int, SamplerLeases] = {}
+        self.by_rounds = False
+        """Whether what steps use is settled when their round ends (`hold`)."""
         self.caller = os.getpid(), threading.get_ident()
         """The process and thread that made the optimizer: it alone may draw."""
 
@@ -111,9 +116,17 @@ class SampleLeases:
         return 1.0
 
     def settle(self, counted: bool) -> None:
-        """A step was taken: the samples it used are acknowledged or returned."""
+        """A step was taken, or a round: the samples it used are acknowledged or returned."""
         for sampler in self.samplers.values():
-            sampler.settle_step(counted)
+            if self.by_rounds:
+                sampler.settle_round(counted)
+            else:
+                sampler.settle_step(counted)
+
+    def hold(self) -> None:
+        """A step of a round was taken: what becomes of its samples is known when the round ends."""
+        for sampler in self.samplers.values():
+            sampler.hold_step()
 
     def begin_pass(self) -> None:
         """A closure runs that may be given up."""

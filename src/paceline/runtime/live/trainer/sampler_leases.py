@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from paceline.core.sample_dispatch import GrantLease
@@ -54,14 +54,14 @@ class LeasedSamples:
         """Returns the oldest lease with samples that were not drawn."""
         return next((lease for lease in self.leases if lease.drawn < len(lease.samples)), None)
 
-    def settle(self, most: int) -> Iterator[tuple[int, int, int]]:
-        """Settles drawn samples, oldest first and no more than `most`; yields (ticket, start, stop) of each part."""
+    def settle(self, most: int) -> Iterator[Part]:
+        """Settles drawn samples, oldest first and no more than `most`; yields each part."""
         for lease in self.leases:
             start = lease.settled
             lease.settled = stop = min(lease.drawn, start + most)
             if stop > start:
                 most -= stop - start
-                yield lease.ticket, start, stop
+                yield Part(lease.ticket, start, stop)
         while self.leases and self.leases[0].settled == len(self.leases[0].samples):
             self.leases.popleft()
 
@@ -73,6 +73,14 @@ class LeasedSamples:
             count -= part
             if part:
                 self.current = lease
+
+
+class Part(NamedTuple):
+    """The samples of a lease from `start` to before `stop`."""
+
+    ticket: int
+    start: int
+    stop: int
 
 
 class PassStart(NamedTuple):
@@ -118,6 +126,8 @@ class SamplerLeases:
         """Whether a pass was seen to draw."""
         self.aborted = (0, 0)
         """(offset, count) of the samples consumed by an aborted pass, among those the step has used."""
+        self.held: list[Part] = []
+        """What the steps of a round have used, until the round ends."""
 
     def draw(self) -> Iterator[int]:
         """Yields the samples of one iteration, until the epoch is over for this worker or training has ended."""
@@ -177,14 +187,9 @@ class SamplerLeases:
             self.step_samples = max(self.step_samples, self.leased.unsettled)
         return min(max(self.share // PARTS, FEW_STEPS * self.step_samples), MANY_STEPS * self.step_samples)
 
-    def settle(self, counted: bool, most: int = sys.maxsize) -> int:
-        """Settles drawn samples, oldest first and no more than `most`; returns how many."""
-        settled = 0
-        for ticket, start, stop in self.leased.settle(most):
-            settled += stop - start
-            self.requests.note(counted, ticket, start, stop)
-        self.settled += settled
-        return settled
+    def settle(self, counted: bool, most: int = sys.maxsize) -> None:
+        """Settles drawn samples, oldest first and no more than `most`."""
+        self._note(counted, self._take(most))
 
     def settle_step(self, counted: bool) -> None:
         """A step was taken: the samples it used are acknowledged or returned."""
@@ -193,12 +198,35 @@ class SamplerLeases:
             self.aborted = (0, 0)
             self.settle(counted, offset)
             self.settle(False, aborted)
+        self._note(counted, self._take_used())
+
+    def hold_step(self) -> None:
+        """A step of a round was taken: the samples it used are settled with the round."""
+        self.held += self._take_used()
+
+    def settle_round(self, counted: bool) -> None:
+        """A round has ended: the samples its steps have used are acknowledged or returned."""
+        held, self.held = self.held, []
+        self._note(counted, held)
+
+    def _take_used(self) -> list[Part]:
+        """Returns what a step has used, which is settled from now on."""
         if self.per_step is not None:
-            self.settle(counted, self.per_step)
-        elif self.used is not None:
-            self.settle(counted, max(self.used() - self.settled, 0))
-        else:
-            self.step_samples = max(self.step_samples, self.settle(counted))
+            return self._take(self.per_step)
+        if self.used is not None:
+            return self._take(max(self.used() - self.settled, 0))
+        taken = self._take(sys.maxsize)
+        self.step_samples = max(self.step_samples, sum(part.stop - part.start for part in taken))
+        return taken
+
+    def _take(self, most: int) -> list[Part]:
+        taken = list(self.leased.settle(most))
+        self.settled += sum(part.stop - part.start for part in taken)
+        return taken
+
+    def _note(self, counted: bool, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self.requests.note(counted, *part)
 
     def used_in_step(self) -> int:
         """Returns how many samples were used since the step before, as far as is known."""

@@ -49,6 +49,7 @@ def introduce(
         model.aliases,
         endpoint,
         ModelDevice(report.name, report.problem),
+        model.local_steps,
     )
     run.send(described)
     begin = await_begin(run)

@@ -7,7 +7,7 @@ when servers change. A step only calls what was chosen.
                   staged_gradient     copied while backward runs, tensor by tensor (`overlap=True`)
                   gathered_gradient   sent from the tensors themselves, if all servers are on other hosts
     parameters    parameter_views     the model's tensors are views of memory that the servers write
-                  device_memory       they are copied to the model, which is on a GPU
+                  pinned_memory       they are copied to the model, which is on a GPU
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class DriverOrders:
                 self.hold.begin(message)
             case resizing_messages.Resliced():
                 self.reslice(message)
-            case wire.FromScheduler(release):
+            case wire.Released(release):
                 self.deliver(ReleaseArrived(self.run.now(), release))
             case _:
                 self.participation.handle_order(message)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import msgspec
+from torch import Tensor
 
 from paceline.core.events import ViewChanged
 from paceline.core.policy import Policy
@@ -19,12 +23,14 @@ from paceline.runtime.live.trainer.device_report import DeviceReport, probe_name
 from paceline.runtime.live.trainer.model_description import ModelDescription
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.startup import introduce
+from paceline.runtime.live.worker import cuda_copies
 from paceline.runtime.live.worker.abortable_step import AbortableStep, tell_ignored
-from paceline.runtime.live.worker.device_memory import memory_for
+from paceline.runtime.live.worker.pinned_memory import PinnedMemory
 from paceline.runtime.live.worker.shared_device_memory import SharedDeviceMemory
 from paceline.runtime.live.worker.worker import LiveWorker
 from paceline.runtime.live.worker.worker_executor import WorkerExecutor
-from paceline.runtime.live.worker.worker_memory import WorkerMemory
+from paceline.runtime.live.worker.worker_memory import HostMemory, WorkerMemory
+from paceline.tensors.layout import Layout
 
 
 def begin_worker(
@@ -54,6 +60,16 @@ def begin_worker(
     if begin.hyper is not None:
         executor.connections.sent_hyper = begin.hyper
     return LiveWorker(model, executor, make_abortable(executor, model, overlap)), begin
+
+
+def memory_for(
+    folder: Path, process: tuple[int, int], layout: Layout, tensors: Sequence[Tensor], overlap: bool
+) -> WorkerMemory:
+    """Returns the memory that suits the devices on which these tensors are."""
+    copy_streams = cuda_copies.copy_streams_for(tensors)
+    if not copy_streams and all(tensor.device.type == "cpu" for tensor in tensors):
+        return HostMemory(folder, process, layout, tensors, overlap)
+    return PinnedMemory(folder, process, layout, tensors, overlap, copy_streams)
 
 
 def take_first_parameters(executor: WorkerExecutor, begin: wire.Begin) -> None:

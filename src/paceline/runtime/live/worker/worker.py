@@ -70,25 +70,36 @@ class LiveWorker:
             self.aborting.rewind.before_clearing()
 
     def exchange(
-        self, gradients: Sequence[Tensor | None], hyper: tuple[Hyper, ...], weight: float | None = None
+        self,
+        gradients: Sequence[Tensor | None],
+        hyper: tuple[Hyper, ...],
+        weight: float | None = None,
+        steps: int = 1,
     ) -> None:
-        """Pushes a gradient; returns when the model holds the parameters of the next iteration."""
+        """Pushes a gradient, of so many local steps; returns when the model has the next iteration's parameters."""
         check_process(self.run)
         check_tensors(self.layout, gradients, self.memory.first_changed(), "parameters belong to the servers")
         refusal = "" if self.memory.write(gradients) else "the gradient is not finite"
         if refusal:
             self.run.send(wire.Rejected(self.run.rank, self.machine.iteration, refusal))
         absent = tuple([index for index, gradient in enumerate(gradients) if gradient is None])
-        self.push(absent, hyper, refusal, self.participation.leases.weight() if weight is None else weight)
+        self.push(absent, hyper, refusal, self.participation.leases.weight() if weight is None else weight, steps)
 
     def skip(self, hyper: tuple[Hyper, ...]) -> None:
         """Goes on without a gradient: the iteration counts as progress, and nobody waits for it."""
         self.memory.forget()
         self.push((), hyper, "the worker skipped this step")
 
-    def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None, refusal: str, weight: float = 1.0) -> None:
+    def push(
+        self,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...] | None,
+        refusal: str,
+        weight: float = 1.0,
+        steps: int = 1,
+    ) -> None:
         """Pushes what was written, or nothing if there is a `refusal`, and settles the samples of the step."""
-        self.executor.push(absent, hyper, refusal, weight)
+        self.executor.push(absent, hyper, refusal, weight, steps)
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         if not self.participation.barrier.waits:
             self.participation.leases.settle(counted=bool(refusal) or not all(self.machine.dropped))
@@ -110,6 +121,9 @@ class LiveWorker:
         """Takes the time of a scenario's slow connection."""
         if self.run.scenario.link is not None:
             self.run.scenario.pass_link(sum(self.executor.connections.slice_bytes))
+
+    def hear(self) -> None:
+        self.orders.hear_if_due()
 
     # What else the script asks for.
 

@@ -48,7 +48,9 @@ class WorkerExecutor:
 
     # What the script does.
 
-    def push(self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None, refusal: str, weight: float) -> None:
+    def push(
+        self, absent: tuple[int, ...], hyper: tuple[Hyper, ...] | None, refusal: str, weight: float, steps: int = 1
+    ) -> None:
         """Pushes what was written, and pulls; returns when the parameters of the next iteration are in the model."""
         self.wait_while_held()
         ordered = self.ordered
@@ -58,7 +60,7 @@ class WorkerExecutor:
         self.memory.commit()
         sizes, now = self.connections.slice_bytes, self.run.now()
         self.orders.participation.leases.note_step(now - self.ordered_at)
-        self.runner.deliver(GradientReady(now, ordered.iteration, ordered.attempt, sizes, weight))
+        self.runner.deliver(GradientReady(now, ordered.iteration, ordered.attempt, sizes, weight, steps))
         self.flush(absent, changed, refusal)
         self.await_order()
         self.memory.release()

@@ -1,9 +1,10 @@
 """The memory that a worker shares with servers, and the ways its gradients leave and its parameters come.
 
-The ways (`worker/data_path.py`) are chosen here: when the worker starts, and when its servers change. A model on the
-CPU is views of the worker's segment, or of the vector that the one server steps for all (`Endpoint.common`); then the
-segment has gradients only. Gradients that come while backward still reads the model (`overlap=True`) have a segment of
-their own. A model on a GPU is copied from and to (`worker/device_memory.py`).
+The ways (`worker/data_path.py`) of a model on the CPU are chosen here: when the worker starts, and when its servers
+change. Such a model is views of the worker's segment, or of the vector that the one server steps for all
+(`Endpoint.common`); then the segment has gradients only. Gradients that come while backward still reads the model
+(`overlap=True`) have a segment of their own. A model on a GPU is copied from and to (`worker/pinned_memory.py`), or
+shared on the device (`worker/shared_device_memory.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class WorkerMemory(ABC):
     """The segment for gradients, which may be the one for parameters."""
     path: GradientPath
     from_segment: GradientPath
-    """The way of gradients unless `gathered` is possible."""
+    """The gradient path through the segment, taken whenever some server is on this host; else `gathered` is."""
     gathered: GatheredGradient | None = None
 
     device_name = ""

@@ -15,7 +15,7 @@ from paceline.runtime.live.worker.copied_gradient import CopiedGradient
 from paceline.runtime.live.worker.data_path import ParameterPath
 from paceline.runtime.live.worker.staged_gradient import StagedGradient
 from paceline.runtime.live.worker.stream_copies import CopyStream, StreamCopies
-from paceline.runtime.live.worker.worker_memory import HostMemory, WorkerMemory
+from paceline.runtime.live.worker.worker_memory import WorkerMemory
 from paceline.tensors.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ class CopiedParameters:
         return None
 
 
-class DeviceMemory(WorkerMemory):
-    """The segment of a worker, and the model beside it."""
+class PinnedMemory(WorkerMemory):
+    """Pinned shared memory of the host, for a worker whose model is on a GPU: gradients are copied there,
+    parameters from there."""
 
     copies: StreamCopies
 
@@ -88,13 +89,3 @@ class DeviceMemory(WorkerMemory):
         super().close()
         for segment in self.pinned:
             cuda_copies.unpin(segment)
-
-
-def memory_for(
-    folder: Path, process: tuple[int, int], layout: Layout, tensors: Sequence[Tensor], overlap: bool
-) -> WorkerMemory:
-    """Returns the memory that suits the devices on which these tensors are."""
-    copy_streams = cuda_copies.copy_streams_for(tensors)
-    if not copy_streams and all(tensor.device.type == "cpu" for tensor in tensors):
-        return HostMemory(folder, process, layout, tensors, overlap)
-    return DeviceMemory(folder, process, layout, tensors, overlap, copy_streams)
