@@ -65,6 +65,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench simulator": Command("bench_virtual", "BenchSimulator", "events a second in virtual time"),
         "bench zipline": Command("bench_virtual", "BenchZipline", "the search for barriers beside the paper's"),
         "bench tuner": Command("bench_virtual", "BenchTuner", "how long the tuning of specsync takes"),
+        "bench rounds": Command("bench_virtual", "BenchRounds", "rounds of local steps that end together, and others"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
