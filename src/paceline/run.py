@@ -16,6 +16,7 @@ from paceline.core.machine import Machine
 from paceline.core.messages import Node
 from paceline.core.policy import PeerPolicy
 from paceline.core.shard import Shard
+from paceline.core.step_times import Row
 from paceline.core.topology import distances, neighbours
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
@@ -158,6 +159,8 @@ class Run:
     """Live: the changes of the number of servers."""
     trace_is_whole: bool = True
     """False if a process had no room for the end of its trace: metrics are those of the part that is there."""
+    times: list[Row] = field(default_factory=list)
+    """Live: what iterations, and turns of servers, were spent on (`paceline.core.step_times`)."""
     ended: str = ""
     """Live: `FINISHED` (the scripts ended), `TARGET` (reached), `STOPPED` (by `paceline.stop`), `INTERRUPTED` or
     `FAILED` (a worker has)."""
