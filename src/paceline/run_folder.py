@@ -115,8 +115,9 @@ def save(folder: Path, run: Run) -> Path:
     Files appear whole or not at all. If the folder is gone it is made again, and if it has no room the model goes to
     the folder for temporary files. Raises `RunFailed` if the model cannot be written anywhere.
     """
+    began = time.monotonic()
     place = _save_model(folder, run.model())
-    metrics = {
+    metrics: dict[str, Any] = {
         "runtime": run.runtime,
         "policy": run.policy,
         "target": str(run.target) if run.target is not None else None,
@@ -133,10 +134,15 @@ def save(folder: Path, run: Run) -> Path:
         optional[AVERAGE] = lambda: _save_tensors(folder / AVERAGE, run.averaged_model())
     optional[TRACE] = lambda: write_whole(folder / TRACE, run.trace.to_bytes(), private=True)
     optional[TIMES] = lambda: write_whole(folder / TIMES, encode_rows(run.times), private=True)
+
+    def write_metrics() -> None:
+        if run.wall:
+            run.wall["reporting_s"] = time.monotonic() - began
+            metrics["summary"]["wall"] = run.wall
+        write_whole(folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n", private=True)
+
     # Last: with it the run is finished.
-    optional[METRICS] = lambda: write_whole(
-        folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n", private=True
-    )
+    optional[METRICS] = write_metrics
     for name, write in optional.items():
         try:
             write()
@@ -220,6 +226,7 @@ def _load(folder: Path, config: dict[str, Any]) -> Run:
         average=load_file(folder / AVERAGE) if (folder / AVERAGE).exists() else {},
         evaluated=summary.get("evaluated", ON_SERVERS),
         failures=metrics.failures,
+        wall=summary.get("wall", {}),
         ended=metrics.ended,
         consensus=metrics.consensus,
         server_changes=[ServerChange(**change) for change in summary.get("server_changes", ())],

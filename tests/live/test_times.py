@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_the_parts_of_each_iteration_are_where_they_were_spent(policy: str, tmp_
         assert row.cpu_s < COMPUTING_S  # it slept
     for rank in range(2):
         mine = [row for row in steps if row.rank == rank]
-        for before, after in zip(mine, mine[1:], strict=False):
+        for before, after in itertools.pairwise(mine):
             assert after.at - before.at == pytest.approx(after.seconds, abs=1e-6)  # nothing is left out
     turns = [row for row in rows if isinstance(row, TurnRow)]
     if policy == "bsp":
@@ -79,3 +80,15 @@ def test_rows_are_read_as_they_were_written_but_for_a_torn_end() -> None:
     assert read_rows(data[:-3]) == rows[:-1]
     with pytest.raises(PacelineError, match="not times of a run"):
         read_rows(b'["step",1]\n')
+
+
+def test_the_whole_time_of_a_run_is_accounted_for(tmp_path: Path) -> None:
+    before = time.monotonic()
+    run = paceline.launch(work, workers=2, policy="asp")
+    run_folder.save(tmp_path / "run", run)
+    whole_s = time.monotonic() - before
+    wall = run_folder.load(tmp_path / "run").wall
+    assert list(wall) == ["startup_s", "training_s", "ending_s", "reporting_s"]
+    assert wall["training_s"] == run.time_s
+    assert sum(wall.values()) == pytest.approx(whole_s, abs=0.1)
+    assert run.time_s >= STEPS * (LOADING_S + COMPUTING_S)
