@@ -22,7 +22,9 @@ from paceline.runtime.virtual.backend import Backend
 from paceline.runtime.virtual.coordinator import VirtualCoordinator
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.faults import FaultInjector
+from paceline.runtime.virtual.host_work import HostWork
 from paceline.runtime.virtual.layerwise import LayerwiseWorker
+from paceline.runtime.virtual.occupied_server import OccupiedServer
 from paceline.runtime.virtual.server import VirtualServer
 from paceline.runtime.virtual.worker import VirtualWorker
 from paceline.runtime.virtual.world import SimulationPlan, World
@@ -38,6 +40,8 @@ class Simulation:
         self.backend = Backend() if backend is None else backend
         self.engine = Engine() if engine is None else engine
         self.world = World(plan, self.backend, self.engine)
+        costs = plan.cluster.costs
+        self.world.work = HostWork(self.engine, costs) if costs is not None else None
         self.trace = self.world.trace
         self.authority = Membership()
         self.iterations = math.inf if plan.iterations is None else plan.iterations
@@ -48,7 +52,8 @@ class Simulation:
         self.goodbyes = plan.goodbyes or plan.policy.has_scheduler
         self.workers: dict[int, VirtualWorker] = {}
         self.faults = FaultInjector(self.engine, plan.cluster.faults, self.inject)
-        self.servers = [VirtualServer(self.world, shard, self.workers) for shard in range(plan.members.servers)]
+        server_type = VirtualServer if costs is None else OccupiedServer
+        self.servers = [server_type(self.world, shard, self.workers) for shard in range(plan.members.servers)]
         self.reducer = VirtualCoordinator(self.world, REDUCER, self.deliver)
         self.scheduler: VirtualCoordinator | None = None
         receivers = self.world.receivers

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from paceline.cluster import Cluster
+from paceline.core.actions import Compute
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Message, Node
 from paceline.core.norm_reducer import REDUCER, NormReducer
@@ -42,6 +44,14 @@ class SimulationPlan:
     10 000 workers takes longer than the run. Where there is a scheduler, which might wait for it, they always hear."""
 
 
+class Work(Protocol):
+    """What a worker's time goes to where cores are shared (`host_work.py`)."""
+
+    def compute(self, worker: Any, duration: float, action: Compute) -> None: ...
+
+    def exchange(self, callback: Callable[[Compute], None], action: Compute) -> None: ...
+
+
 @dataclass
 class World:
     """What every node of a simulation is given."""
@@ -52,6 +62,8 @@ class World:
     receivers: dict[Node, Callable[[Message], None]] = field(default_factory=dict)
     """Who takes messages, by address."""
     shards: list[Machine] = field(default_factory=list)
+    work: Work | None = None
+    """What needs cores, if the scenario says what exchanges cost."""
 
     def __post_init__(self) -> None:
         plan, backend = self.plan, self.backend

@@ -1,0 +1,229 @@
+"""A scenario from a live run: computing as it was, the cores it shared, and what the exchange cost.
+
+Processor times are measured directly, a server's by least squares over its turns. What no clock of a process sees is
+how long a message takes until its receiver runs: it is found by doing the run again in virtual time, with the very
+durations it had, so that it takes as long as it took. If it takes longer even with no latency at all, the computations
+are scaled down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline import policies
+from paceline.advice.measurements import Measurements, measure_run
+from paceline.advice.prediction import predict
+from paceline.cluster import Cluster, Costs, Measured, MeasuredWorker
+from paceline.cluster.models import Recorded
+from paceline.cluster.trace_durations import Recording, fit_per_sample, mean_weight
+from paceline.core.messages import Members
+from paceline.run import Run
+
+FIXED_S = 60e-6
+"""What of a server's time for a gradient, or an answer, does not grow with its bytes: what small ones take."""
+BANDWIDTH = {"memory": 1e11, "tcp": 1.25e9}
+"""Bytes a second beyond what processor times already have: none in shared memory, a network card's over TCP."""
+MOST_LATENCY_S = 0.1
+ROUNDS = 12
+"""Halvings of the interval in which the latency is."""
+PARTS = 40
+"""Equally likely parts of a spread, at most."""
+TREND_PARTS, LEAST_OF_TREND, TREND = 8, 25, 1.15
+"""A trend has at most so many parts of at least so many iterations, and is one if they differ by this factor."""
+
+
+@dataclass(frozen=True)
+class Recall(Recorded):
+    """The durations of a measured run, in the order in which they came."""
+
+    name: ClassVar[str] = "recall"
+    times: Recording = field(default=(), kw_only=True)
+
+    def recording(self) -> Recording:
+        return self.times
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found out from one run."""
+
+    measured: Measurements
+    cluster: Cluster
+    """The scenario."""
+    recall: Recall
+    """The same with the durations of the run itself."""
+    fitted_s: float
+    """How long an iteration of the run takes in virtual time after fitting; `measured.iteration_s` is the aim."""
+    before_s: float
+    """The same with no latency."""
+
+    @property
+    def members(self) -> Members:
+        return Members(self.measured.workers, self.measured.servers)
+
+    @property
+    def batch(self) -> float:
+        """What an equal batch weighs."""
+        return mean_weight(self.measured.durations)
+
+
+def calibrate(run: Run, name: str) -> Calibration:
+    """Makes a scenario of a run; `name` is what an error calls it."""
+    measured = measure_run(run, name)
+    costs, bandwidth = costs_of(measured), 1e9
+    bandwidth = BANDWIDTH["memory" if measured.links <= {"memory"} else "tcp"]
+    recall = Recall(times=measured.durations, costs=costs, latency_s=0.0, bandwidth=bandwidth)
+    recall, before_s, fitted_s = fit_latency(recall, measured)
+    cluster = Measured(
+        latency_s=recall.latency_s,
+        bandwidth=bandwidth,
+        per_sample=fit_per_sample(measured.durations),
+        costs=costs,
+        measured=tuple(describe_workers(recall)),
+    )
+    return Calibration(measured, cluster, recall, fitted_s, before_s)
+
+
+def costs_of(measured: Measurements) -> Costs:
+    """Returns what an exchange costs on processors."""
+    turns = measured.turns
+    message_s, gradient_s, answer_s = nonnegative_least_squares(turns[:, 1:], turns[:, 0])
+    nbytes = max(measured.slice_bytes)
+    return Costs(
+        cores=measured.cores,
+        worker_s=measured.worker_s,
+        message_s=message_s,
+        gradient_s=min(gradient_s, FIXED_S),
+        gradient_byte_s=max(0.0, gradient_s - FIXED_S) / nbytes,
+        answer_s=min(answer_s, FIXED_S),
+        answer_byte_s=max(0.0, answer_s - FIXED_S) / nbytes,
+        cpu_share=measured.cpu_share,
+        cpu_s=measured.paced_cpu_s,
+        startup_s=measured.startup_s,
+    )
+
+
+def nonnegative_least_squares(counts: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
+    """Returns what one of each costs, by least squares; what would be negative costs nothing."""
+    used = [column for column in range(counts.shape[1]) if counts[:, column].any()]
+    while used:
+        found, *_ = np.linalg.lstsq(counts[:, used], seconds, rcond=None)
+        if (found >= 0).all():
+            return [float(found[used.index(column)]) if column in used else 0.0 for column in range(counts.shape[1])]
+        used.remove(used[int(np.argmin(found))])
+    return [0.0] * counts.shape[1]
+
+
+def fit_latency(recall: Recall, measured: Measurements) -> tuple[Recall, float, float]:
+    """Finds the latency with which the run takes as long as it took; returns the iteration before and after, too."""
+    policy = policies.parse(measured.policy)
+    members = Members(measured.workers, measured.servers)
+
+    def iteration_s(cluster: Recall) -> float:
+        iterations = measured.iterations
+        return predict(policy, cluster, members, iterations, 0, measured.slice_bytes).seconds / iterations
+
+    before_s = iteration_s(recall)
+    if before_s >= measured.iteration_s:
+        pace = measured.iteration_s / before_s
+        scaled = tuple(tuple(each._replace(seconds=each.seconds * pace) for each in mine) for mine in recall.times)
+        recall = dataclasses.replace(recall, times=scaled)
+        return recall, before_s, iteration_s(recall)
+    low, high = 0.0, MOST_LATENCY_S
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        longer = iteration_s(dataclasses.replace(recall, latency_s=middle)) > measured.iteration_s
+        low, high = (low, middle) if longer else (middle, high)
+    recall = dataclasses.replace(recall, latency_s=(low + high) / 2)
+    return recall, before_s, iteration_s(recall)
+
+
+# The model of computing.
+
+
+def describe_workers(recall: Recall) -> list[MeasuredWorker]:
+    """Returns a model of each worker's durations on equal batches."""
+    mean = mean_weight(recall.times)
+    columns = [
+        np.array([each.seconds / recall.of_batch(each.weight / mean) for each in mine]) for mine in recall.times
+    ]
+    trends = [trend_of(column) for column in columns]
+    level = [column / follow(trend, len(column)) for column, trend in zip(columns, trends, strict=True)]
+    scores = [normal_scores(column) for column in level]
+    memory, common = memory_of(scores), common_part(scores)
+    return [
+        MeasuredWorker(
+            compute_s=float(column.mean()),
+            spread=spread_of(column),
+            memory=memory,
+            common=common,
+            trend=tuple(trend),
+            trend_iterations=max(1, -(-len(column) // len(trend))),
+        )
+        for column, trend in zip(level, trends, strict=True)
+    ]
+
+
+def spread_of(column: NDArray[np.float64]) -> tuple[float, ...]:
+    """Returns the means of equally large parts of the sorted durations, as parts of their mean: these multiply to it.
+
+    Parts that differ in size by one are close enough.
+    """
+    parts = np.array_split(np.sort(column), min(PARTS, max(1, len(column) // 5)))
+    means = np.array([part.mean() for part in parts])
+    return tuple((means / means.mean()).tolist())
+
+
+def trend_of(column: NDArray[np.float64]) -> list[float]:
+    """Returns the factors by which parts of the run were slower than the whole, or (1,) if none was for certain."""
+    count = min(TREND_PARTS, len(column) // LEAST_OF_TREND)
+    if count < 2:
+        return [1.0]
+    length = -(-len(column) // count)
+    parts = [column[start : start + length] for start in range(0, len(column), length)]
+    medians = np.array([float(np.median(part)) for part in parts])
+    noise = max(1.25 * float(part.std()) / len(part) ** 0.5 for part in parts)
+    if medians.min() <= 0 or medians.max() < TREND * medians.min() or np.ptp(medians) < 4 * noise:
+        return [1.0]
+    return list((medians / medians.mean()).tolist())
+
+
+def follow(trend: list[float], length: int) -> NDArray[np.float64]:
+    """Returns the trend's factor of each iteration."""
+    return np.repeat(trend, -(-length // len(trend)))[:length]
+
+
+def normal_scores(column: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the places of durations among all as those of a normal variable, so that outliers count for little."""
+    order = np.argsort(np.argsort(column, kind="stable"), kind="stable")
+    places = (order + 0.5) / len(column)
+    # Of the normal distribution, close enough: Tukey's lambda.
+    return np.asarray((places**0.14 - (1 - places) ** 0.14) / 0.1975)
+
+
+def memory_of(scores: list[NDArray[np.float64]]) -> float:
+    """Returns how much a duration is like the one before, in the mean of the workers; 0 if that may be chance."""
+    found = float(np.mean([correlation(mine[:-1], mine[1:]) for mine in scores]))
+    return min(found, 0.98) if found > 2 / sum(map(len, scores)) ** 0.5 else 0.0
+
+
+def common_part(scores: list[NDArray[np.float64]]) -> float:
+    """Returns how much of a duration is common to the workers' same iterations; 0 if that may be chance."""
+    length = min(map(len, scores))
+    pairs = [(a, b) for a in range(len(scores)) for b in range(a)]
+    if not pairs:
+        return 0.0
+    found = float(np.mean([correlation(scores[a][:length], scores[b][:length]) for a, b in pairs]))
+    return min(found, 1.0) if found > 2 / (length * len(pairs)) ** 0.5 else 0.0
+
+
+def correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Returns the correlation; 0 of what does not vary."""
+    if first.std() == 0 or second.std() == 0:
+        return 0.0
+    return float(np.corrcoef(first, second)[0, 1])
