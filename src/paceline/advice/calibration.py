@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,11 @@ from paceline.cluster.trace_durations import Recording, fit_per_sample, mean_wei
 from paceline.core.messages import Members
 from paceline.run import Run
 
-FIXED_S = 60e-6
-"""What of a server's time for a gradient, or an answer, does not grow with its bytes: what small ones take."""
+FIXED_S = {"message": 60e-6, "step": 150e-6, "answer": 60e-6}
+"""What of a server's time does not grow with the bytes, at most: what it is with small models."""
+ANSWER = {"memory": 0.5, "tcp": 1.0}
+"""What an answer costs beside a push: which of a turn's time is answers' and which is the step's cannot be told under
+bsp, where all workers are answered after each step."""
 BANDWIDTH = {"memory": 1e11, "tcp": 1.25e9}
 """Bytes a second beyond what processor times already have: none in shared memory, a network card's over TCP."""
 MOST_LATENCY_S = 0.1
@@ -72,13 +75,21 @@ class Calibration:
         return mean_weight(self.measured.durations)
 
 
-def calibrate(run: Run, name: str) -> Calibration:
-    """Makes a scenario of a run; `name` is what an error calls it."""
+def calibrate(run: Run, name: str, planned: Cluster | None = None) -> Calibration:
+    """Makes a scenario of a run; `name` is what an error calls it.
+
+    If the scenario that set the run's pace is `planned`, latencies are such that this explains the run: they have then,
+    too, what sleeping takes too long.
+    """
     measured = measure_run(run, name)
-    costs, bandwidth = costs_of(measured), 1e9
-    bandwidth = BANDWIDTH["memory" if measured.links <= {"memory"} else "tcp"]
+    costs, bandwidth = costs_of(measured), BANDWIDTH[measured.transport]
     recall = Recall(times=measured.durations, costs=costs, latency_s=0.0, bandwidth=bandwidth)
-    recall, before_s, fitted_s = fit_latency(recall, measured)
+    if planned is not None:
+        same = dataclasses.replace(planned, costs=costs, latency_s=0.0, bandwidth=bandwidth)
+        same, before_s, fitted_s = fit_latency(same, measured)
+        recall = dataclasses.replace(recall, latency_s=same.latency_s)
+    else:
+        recall, before_s, fitted_s = fit_latency(recall, measured)
     cluster = Measured(
         latency_s=recall.latency_s,
         bandwidth=bandwidth,
@@ -91,17 +102,22 @@ def calibrate(run: Run, name: str) -> Calibration:
 
 def costs_of(measured: Measurements) -> Costs:
     """Returns what an exchange costs on processors."""
-    turns = measured.turns
-    message_s, gradient_s, answer_s = nonnegative_least_squares(turns[:, 1:], turns[:, 0])
+    seconds, pushes, steps, gradients, answers = measured.turns.T
+    beside = ANSWER[measured.transport]
+    message_s, step_s = nonnegative_least_squares(np.stack([pushes + beside * answers, steps], axis=1), seconds)
     nbytes = max(measured.slice_bytes)
+    fixed = {name: min(found, FIXED_S[name]) for name, found in
+             (("message", message_s), ("step", step_s), ("answer", beside * message_s))}  # fmt: skip
+    in_a_step = float(gradients.sum() / max(1.0, steps.sum()))
     return Costs(
         cores=measured.cores,
         worker_s=measured.worker_s,
-        message_s=message_s,
-        gradient_s=min(gradient_s, FIXED_S),
-        gradient_byte_s=max(0.0, gradient_s - FIXED_S) / nbytes,
-        answer_s=min(answer_s, FIXED_S),
-        answer_byte_s=max(0.0, answer_s - FIXED_S) / nbytes,
+        message_s=fixed["message"],
+        message_byte_s=(message_s - fixed["message"]) / nbytes,
+        step_s=fixed["step"],
+        step_byte_s=(step_s - fixed["step"]) / (nbytes * in_a_step) if in_a_step else 0.0,
+        answer_s=fixed["answer"],
+        answer_byte_s=(beside * message_s - fixed["answer"]) / nbytes,
         cpu_share=measured.cpu_share,
         cpu_s=measured.paced_cpu_s,
         startup_s=measured.startup_s,
@@ -119,17 +135,23 @@ def nonnegative_least_squares(counts: NDArray[np.float64], seconds: NDArray[np.f
     return [0.0] * counts.shape[1]
 
 
-def fit_latency(recall: Recall, measured: Measurements) -> tuple[Recall, float, float]:
+C = TypeVar("C", bound=Cluster)
+
+
+def fit_latency(recall: C, measured: Measurements) -> tuple[C, float, float]:
     """Finds the latency with which the run takes as long as it took; returns the iteration before and after, too."""
     policy = policies.parse(measured.policy)
     members = Members(measured.workers, measured.servers)
 
-    def iteration_s(cluster: Recall) -> float:
+    def iteration_s(cluster: Cluster) -> float:
         iterations = measured.iterations
         return predict(policy, cluster, members, iterations, 0, measured.slice_bytes).seconds / iterations
 
     before_s = iteration_s(recall)
+    if before_s >= measured.iteration_s and not isinstance(recall, Recall):
+        return recall, before_s, before_s
     if before_s >= measured.iteration_s:
+        assert isinstance(recall, Recall)
         pace = measured.iteration_s / before_s
         scaled = tuple(tuple(each._replace(seconds=each.seconds * pace) for each in mine) for mine in recall.times)
         recall = dataclasses.replace(recall, times=scaled)
@@ -149,9 +171,7 @@ def fit_latency(recall: Recall, measured: Measurements) -> tuple[Recall, float, 
 def describe_workers(recall: Recall) -> list[MeasuredWorker]:
     """Returns a model of each worker's durations on equal batches."""
     mean = mean_weight(recall.times)
-    columns = [
-        np.array([each.seconds / recall.of_batch(each.weight / mean) for each in mine]) for mine in recall.times
-    ]
+    columns = [np.array([each.seconds / recall.of_batch(each.weight / mean) for each in mine]) for mine in recall.times]
     trends = [trend_of(column) for column in columns]
     level = [column / follow(trend, len(column)) for column, trend in zip(columns, trends, strict=True)]
     scores = [normal_scores(column) for column in level]

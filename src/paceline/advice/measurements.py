@@ -17,7 +17,7 @@ LEAST = 20
 WARM = 3
 """Iterations at the beginning that are not like the others: caches are cold, libraries load."""
 PACED = 0.05
-"""If more than this part of the computing time was added by a scenario, that has set the pace."""
+"""If a scenario has usually added more than this part of the computing time, that has set the pace."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Measurements:
     worker_s: float
     """The processor time of a worker in an exchange."""
     turns: np.ndarray
-    """Of servers: processor time, pushes, gradients and answers of each turn."""
+    """Of servers: processor time, pushes, steps, gradients and answers of each turn."""
     cores: int | None
     """The cores that all processes share; None if they are on several hosts."""
     processes: int
@@ -52,6 +52,11 @@ class Measurements:
     def iterations(self) -> int:
         """The iterations that each worker has at least."""
         return min(len(mine) for mine in self.durations)
+
+    @property
+    def transport(self) -> str:
+        """How most of the exchange travels."""
+        return "memory" if self.links <= {"memory"} else "tcp"
 
     @property
     def compute_s(self) -> float:
@@ -85,10 +90,15 @@ def measure_run(run: Run, name: str) -> Measurements:
     cores = processes[0].cores if len(hosts) == 1 else None
     live = members.workers + members.servers
     crowding = 1.0 if cores is None else max(1.0, live / cores)
-    paced = _mean(row.injected_s for row in kept) > PACED * _mean(_computing_s(row) for row in kept)
+    slowed = run.config.get("cluster") not in (None, "steady")
+    usual_s = float(np.median([row.injected_s for row in kept]))
+    paced = usual_s > PACED * float(np.median([_computing_s(row) for row in kept]))
     weights = _weights(run)
     durations = tuple(
-        tuple(Iteration(_duration_s(row, paced, crowding), weights.get((row.rank, row.iteration), 1.0)) for row in mine)
+        tuple(
+            Iteration(_duration_s(row, paced, slowed, crowding), weights.get((row.rank, row.iteration), 1.0))
+            for row in mine
+        )
         for mine in of_rank
     )
     total_s = sum(each.seconds for mine in durations for each in mine)
@@ -104,7 +114,7 @@ def measure_run(run: Run, name: str) -> Measurements:
         cpu_share=min(1.0, cpu_s / total_s),
         paced_cpu_s=_mean(row.cpu_s for row in kept) if paced else None,
         worker_s=_mean(row.exchange_cpu_s for row in kept) + copies * float(np.median([row.copy_s for row in kept])),
-        turns=np.array([[row.cpu_s, row.pushes, row.gradients, row.answers] for row in turns]),
+        turns=np.array([[row.cpu_s, row.pushes, row.steps, row.gradients, row.answers] for row in turns]),
         cores=cores,
         processes=live,
         links=frozenset(link for row in processes for link in row.links),
@@ -128,7 +138,7 @@ def _pace_s(mine: list[StepRow]) -> float:
     return (last.at - first.at) / max(1, last.iteration - first.iteration)
 
 
-def _duration_s(row: StepRow, paced: bool, crowding: float) -> float:
+def _duration_s(row: StepRow, paced: bool, slowed: bool, crowding: float) -> float:
     """Returns how long a computation takes on a core of its own.
 
     Where there are fewer cores than processes a computation waits for one, which the clock cannot tell from waiting for
@@ -136,10 +146,11 @@ def _duration_s(row: StepRow, paced: bool, crowding: float) -> float:
     """
     if paced:
         return _computing_s(row)
+    injected_s = row.injected_s if slowed else 0.0
     if crowding == 1.0:
-        return row.data_s + row.compute_s
+        return row.data_s + row.compute_s + injected_s
     wall_s = row.data_s + row.compute_s + row.copy_s
-    return min(wall_s, row.cpu_s) + max(0.0, wall_s - crowding * row.cpu_s)
+    return min(wall_s, row.cpu_s) + max(0.0, wall_s - crowding * row.cpu_s) + injected_s
 
 
 def _weights(run: Run) -> dict[tuple[int, int], float]:

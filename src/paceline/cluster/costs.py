@@ -3,8 +3,8 @@
     [costs]
     cores = 2                # shared by all workers and servers; without it there are enough
     worker_s = 0.0003        # processor time of a worker in each exchange
-    message_s = 0.00005      # of a server, for each push it hears of,
-    gradient_s = 0.00004     # for each gradient in a step, besides gradient_byte_s for each byte of its slice,
+    message_s = 0.00005      # of a server for each push it hears of, besides message_byte_s for each byte of its slice,
+    step_s = 0.0001          # for each step, besides step_byte_s for each byte of each gradient in it,
     answer_s = 0.00003       # and for each answer, besides answer_byte_s
 
 Without the table exchanges cost what latency and bandwidth say, and nobody waits for a core or for a server.
@@ -27,8 +27,9 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     cores: float | None = None
     worker_s: float = 0.0
     message_s: float = 0.0
-    gradient_s: float = 0.0
-    gradient_byte_s: float = 0.0
+    message_byte_s: float = 0.0
+    step_s: float = 0.0
+    step_byte_s: float = 0.0
     answer_s: float = 0.0
     answer_byte_s: float = 0.0
     cpu_share: float = 1.0
@@ -36,9 +37,13 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     startup_s: float = 0.0
     """From the start of a run until it trains."""
 
+    def of_push(self, nbytes: int) -> float:
+        """Returns the seconds that a server needs to hear of a push of so many bytes."""
+        return self.message_s + nbytes * self.message_byte_s
+
     def of_step(self, gradients: int, nbytes: int) -> float:
         """Returns the seconds that a server needs for a step on so many gradient slices of so many bytes."""
-        return gradients * (self.gradient_s + nbytes * self.gradient_byte_s)
+        return self.step_s + gradients * nbytes * self.step_byte_s
 
     def of_answer(self, nbytes: int) -> float:
         """Returns the seconds that a server needs for an answer of so many bytes."""

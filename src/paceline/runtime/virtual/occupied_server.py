@@ -48,7 +48,8 @@ class OccupiedServer(VirtualServer):
         elif self.inbox:
             self.is_busy = True
             message = self.inbox.popleft()
-            self.cores.work(self.costs.message_s if isinstance(message, Push) else 0.0, self.heard, message)
+            seconds = self.costs.of_push(message.handle.nbytes) if isinstance(message, Push) else 0.0
+            self.cores.work(seconds, self.heard, message)
 
     def heard(self, message: Message) -> None:
         """A message has been read: the machine is told."""
