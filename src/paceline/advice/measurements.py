@@ -16,6 +16,7 @@ LEAST = 20
 """Iterations of each worker that say something."""
 WARM = 3
 """Iterations at the beginning that are not like the others: caches are cold, libraries load."""
+QUARTERS = 4
 PACED = 0.05
 """If a scenario has usually added more than this part of the computing time, that has set the pace."""
 
@@ -47,6 +48,8 @@ class Measurements:
     startup_s: float
     data_s: float
     """The mean part of an iteration that came before computing."""
+    uncertainty: float
+    """How much the pace of the run's quarters differs: the standard error of its mean, as a part."""
 
     @property
     def iterations(self) -> int:
@@ -121,6 +124,7 @@ def measure_run(run: Run, name: str) -> Measurements:
         iteration_s=_mean(_pace_s(mine) for mine in of_rank),
         startup_s=run.wall.get("startup_s", 0.0),
         data_s=_mean(row.data_s for row in kept),
+        uncertainty=_unsteadiness(of_rank),
     )
 
 
@@ -136,6 +140,14 @@ def _pace_s(mine: list[StepRow]) -> float:
     """Returns the seconds of one iteration of a worker; of a long run rows are missing, and iterations are counted."""
     first, last = mine[0], mine[-1]
     return (last.at - first.at) / max(1, last.iteration - first.iteration)
+
+
+def _unsteadiness(of_rank: list[list[StepRow]]) -> float:
+    quarters = []
+    for quarter in range(QUARTERS):
+        cut = [mine[quarter * len(mine) // QUARTERS : (quarter + 1) * len(mine) // QUARTERS] for mine in of_rank]
+        quarters.append(_mean(_pace_s(mine) for mine in cut))
+    return float(np.std(quarters, ddof=1) / np.mean(quarters) / QUARTERS**0.5)
 
 
 def _duration_s(row: StepRow, paced: bool, slowed: bool, crowding: float) -> float:
