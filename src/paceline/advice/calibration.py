@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,6 +33,9 @@ bsp, where all workers are answered after each step."""
 BANDWIDTH = {"memory": 1e11, "tcp": 1.25e9}
 """Bytes a second beyond what processor times already have: none in shared memory, a network card's over TCP."""
 MOST_LATENCY_S = 0.1
+CROWDED = 0.5
+"""Where processes share cores: the part of what is fitted that is taken for processor time, not for a delay. Whoever
+shares a core finds the caches full of something else."""
 ROUNDS = 12
 """Halvings of the interval in which the latency is."""
 PARTS = 40
@@ -87,14 +91,14 @@ def calibrate(run: Run, name: str, planned: Cluster | None = None) -> Calibratio
     if planned is not None:
         same = dataclasses.replace(planned, costs=costs, latency_s=0.0, bandwidth=bandwidth)
         same, before_s, fitted_s = fit_latency(same, measured)
-        recall = dataclasses.replace(recall, latency_s=same.latency_s)
+        recall = dataclasses.replace(recall, latency_s=same.latency_s, costs=same.costs)
     else:
         recall, before_s, fitted_s = fit_latency(recall, measured)
     cluster = Measured(
         latency_s=recall.latency_s,
         bandwidth=bandwidth,
         per_sample=fit_per_sample(measured.durations),
-        costs=costs,
+        costs=recall.costs,
         measured=tuple(describe_workers(recall)),
     )
     return Calibration(measured, cluster, recall, fitted_s, before_s)
@@ -108,18 +112,19 @@ def costs_of(measured: Measurements) -> Costs:
     nbytes = max(measured.slice_bytes)
     fixed = {name: min(found, FIXED_S[name]) for name, found in
              (("message", message_s), ("step", step_s), ("answer", beside * message_s))}  # fmt: skip
-    in_a_step = float(gradients.sum() / max(1.0, steps.sum()))
+    passes = 2 + float(gradients.sum() / max(1.0, steps.sum()))
     return Costs(
         cores=measured.cores,
         worker_s=measured.worker_s,
         message_s=fixed["message"],
         message_byte_s=(message_s - fixed["message"]) / nbytes,
         step_s=fixed["step"],
-        step_byte_s=(step_s - fixed["step"]) / (nbytes * in_a_step) if in_a_step else 0.0,
+        step_byte_s=(step_s - fixed["step"]) / (nbytes * passes),
         answer_s=fixed["answer"],
         answer_byte_s=(beside * message_s - fixed["answer"]) / nbytes,
         cpu_share=measured.cpu_share,
         cpu_s=measured.paced_cpu_s,
+        first_s=measured.first_s,
         startup_s=measured.startup_s,
     )
 
@@ -145,7 +150,8 @@ def fit_latency(recall: C, measured: Measurements) -> tuple[C, float, float]:
 
     def iteration_s(cluster: Cluster) -> float:
         iterations = measured.iterations
-        return predict(policy, cluster, members, iterations, 0, measured.slice_bytes).seconds / iterations
+        run = predict(policy, warm(cluster), members, iterations, 0, measured.slice_bytes)
+        return run.seconds / iterations
 
     before_s = iteration_s(recall)
     if before_s >= measured.iteration_s and not isinstance(recall, Recall):
@@ -159,10 +165,28 @@ def fit_latency(recall: C, measured: Measurements) -> tuple[C, float, float]:
     low, high = 0.0, MOST_LATENCY_S
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        longer = iteration_s(dataclasses.replace(recall, latency_s=middle)) > measured.iteration_s
+        longer = iteration_s(delayed(recall, middle, measured)) > measured.iteration_s
         low, high = (low, middle) if longer else (middle, high)
-    recall = dataclasses.replace(recall, latency_s=(low + high) / 2)
+    recall = delayed(recall, (low + high) / 2, measured)
     return recall, before_s, iteration_s(recall)
+
+
+def delayed(cluster: C, seconds: float, measured: Measurements) -> C:
+    """Returns the scenario with so many seconds more each way, `CROWDED` of them as processor time of the worker where
+    processes have to share cores."""
+    assert cluster.costs is not None
+    if measured.cores is None or measured.cores >= measured.processes:
+        return dataclasses.replace(cluster, latency_s=seconds)
+    crowding = measured.workers / measured.cores
+    worker_s = measured.worker_s + 2 * CROWDED * seconds / max(1.0, crowding)
+    costs = msgspec.structs.replace(cluster.costs, worker_s=worker_s)
+    return dataclasses.replace(cluster, costs=costs, latency_s=(1 - CROWDED) * seconds)
+
+
+def warm(cluster: Cluster) -> Cluster:
+    """Returns the scenario without what first iterations need besides."""
+    assert cluster.costs is not None
+    return dataclasses.replace(cluster, costs=msgspec.structs.replace(cluster.costs, first_s=0.0))
 
 
 # The model of computing.

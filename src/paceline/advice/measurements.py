@@ -46,6 +46,8 @@ class Measurements:
     iteration_s: float
     """How long an iteration took in the mean, waiting included."""
     startup_s: float
+    first_s: float
+    """The processor time of a worker's first iterations beyond that of later ones."""
     data_s: float
     """The mean part of an iteration that came before computing."""
     uncertainty: float
@@ -87,6 +89,7 @@ def measure_run(run: Run, name: str) -> Measurements:
             f"{name} is too short to say anything: worker {rank} has {fewest} iterations, at least {LEAST + WARM} "
             "are needed"
         )
+    first = [row for mine in of_rank for row in mine[:WARM]]
     of_rank = [mine[WARM:] for mine in of_rank]
     kept = [row for mine in of_rank for row in mine]
     hosts = {row.host for row in processes}
@@ -122,6 +125,7 @@ def measure_run(run: Run, name: str) -> Measurements:
         processes=live,
         links=frozenset(link for row in processes for link in row.links),
         iteration_s=_mean(_pace_s(mine) for mine in of_rank),
+        first_s=max(0.0, WARM * (_mean(row.cpu_s for row in first) - _mean(row.cpu_s for row in kept))),
         startup_s=run.wall.get("startup_s", 0.0),
         data_s=_mean(row.data_s for row in kept),
         uncertainty=_unsteadiness(of_rank),

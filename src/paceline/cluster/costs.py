@@ -4,7 +4,7 @@
     cores = 2                # shared by all workers and servers; without it there are enough
     worker_s = 0.0003        # processor time of a worker in each exchange
     message_s = 0.00005      # of a server for each push it hears of, besides message_byte_s for each byte of its slice,
-    step_s = 0.0001          # for each step, besides step_byte_s for each byte of each gradient in it,
+    step_s = 0.0001          # for each step, besides step_byte_s for each byte it reads or writes,
     answer_s = 0.00003       # and for each answer, besides answer_byte_s
 
 Without the table exchanges cost what latency and bandwidth say, and nobody waits for a core or for a server.
@@ -34,6 +34,8 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     answer_byte_s: float = 0.0
     cpu_share: float = 1.0
     cpu_s: float | None = None
+    first_s: float = 0.0
+    """Processor time that a worker's first iteration needs besides: libraries load, caches are cold."""
     startup_s: float = 0.0
     """From the start of a run until it trains."""
 
@@ -42,12 +44,20 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
         return self.message_s + nbytes * self.message_byte_s
 
     def of_step(self, gradients: int, nbytes: int) -> float:
-        """Returns the seconds that a server needs for a step on so many gradient slices of so many bytes."""
-        return self.step_s + gradients * nbytes * self.step_byte_s
+        """Returns the seconds that a server needs for a step on so many gradient slices of so many bytes.
 
-    def of_answer(self, nbytes: int) -> float:
-        """Returns the seconds that a server needs for an answer of so many bytes."""
-        return self.answer_s + nbytes * self.answer_byte_s
+        It reads them, and reads and writes the parameters.
+        """
+        return self.step_s + (gradients + 2) * nbytes * self.step_byte_s
+
+    def of_answer(self, nbytes: int, copied: bool) -> float:
+        """Returns the seconds that a server needs for an answer of so many bytes; `copied` if parameters are read and
+        written for it, and not read by all workers where they are."""
+        return self.answer_s + nbytes * (self.answer_byte_s + 2 * copied * self.step_byte_s)
+
+    def of_peer(self, neighbours: float, nbytes: int) -> float:
+        """Returns the seconds that a peer needs besides, to step and to exchange parameters with its neighbours."""
+        return self.of_step(1, nbytes) + neighbours * (self.of_push(nbytes) + self.of_answer(nbytes, copied=True))
 
 
 class MeasuredWorker(Struct, frozen=True, forbid_unknown_fields=True):

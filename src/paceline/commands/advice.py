@@ -259,8 +259,8 @@ class Validate:
         headings = ["policy", "scenario", "transport", "live s", "virtual s", "error", "waiting", "staleness"]
         print_table("live beside virtual time", headings, table, ("policy", "scenario", "transport"))
         print_plain(
-            f"error of the time: mean {found['mean_error']:.1%}, worst {found['worst_error']:.1%}; policies in the order "
-            f"of live times in {found['pairs_in_order']} of {found['pairs']} pairs that are 5 % or more apart"
+            f"error of the time: mean {found['mean_error']:.1%}, worst {found['worst_error']:.1%}; policies in the "
+            f"order of live times in {found['pairs_in_order']} of {found['pairs']} pairs that are 5 % or more apart"
         )
         write_json(self.json, found)
         return 0

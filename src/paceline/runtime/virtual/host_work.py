@@ -84,19 +84,25 @@ class Stage(NamedTuple):
 class HostWork:
     """Has the computations and exchanges of a run wait for cores."""
 
-    def __init__(self, engine: Engine, costs: Costs) -> None:
+    def __init__(self, engine: Engine, costs: Costs, peer_s: float = 0.0) -> None:
+        """`peer_s` is what an exchange costs besides where there are no servers."""
         self.engine = engine
         self.costs = costs
         self.cores = Cores(engine, costs.cores)
+        self.exchange_s = costs.worker_s + peer_s
+        self.known: set[tuple[int, int]] = set()
+        """The processes that have computed before."""
 
     def compute(self, worker: VirtualWorker, duration: float, action: Compute) -> None:
         """Has the worker finish a computation that takes so long on a core of its own."""
         costs, now = self.costs, self.engine.now
+        first_s = 0.0 if worker.process in self.known else costs.first_s
+        self.known.add(worker.process)
         if costs.cpu_s is not None:
-            self.cores.work(costs.cpu_s, self._computed, Stage(worker, action, now + duration, 0.0))
+            self.cores.work(costs.cpu_s + first_s, self._computed, Stage(worker, action, now + duration, 0.0))
         else:
             rest_s = duration * (1 - costs.cpu_share)
-            self.cores.work(duration * costs.cpu_share, self._computed, Stage(worker, action, now, rest_s))
+            self.cores.work(duration * costs.cpu_share + first_s, self._computed, Stage(worker, action, now, rest_s))
 
     def _computed(self, stage: Stage) -> None:
         over = max(self.engine.now + stage.rest_s, stage.not_before_s)
@@ -104,4 +110,4 @@ class HostWork:
 
     def exchange(self, callback: Callable[[Compute], None], action: Compute) -> None:
         """Has a worker pay for its exchange, and calls `callback(action)` then."""
-        self.cores.work(self.costs.worker_s, callback, action)
+        self.cores.work(self.exchange_s, callback, action)

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.core.actions import Answer, Apply
 from paceline.core.events import ParametersArrived, PullArrived, PushArrived
 from paceline.core.messages import Message, Parameters, Pull, Push
+from paceline.core.policy import CentralPolicy
 from paceline.runtime.virtual.engine import MESSAGE
 from paceline.runtime.virtual.host_work import HostWork
 from paceline.runtime.virtual.server import VirtualServer
@@ -23,6 +24,10 @@ class OccupiedServer(VirtualServer):
         super().__init__(world, shard, workers)
         assert isinstance(world.work, HostWork)
         self.cores, self.costs = world.work.cores, world.work.costs
+        policy = world.plan.policy
+        alone = world.plan.members.servers == 1
+        self.copies = not (alone and isinstance(policy, CentralPolicy) and policy.in_step)
+        """Whether workers are sent parameters, and do not read them where they are stepped."""
         self.inbox: deque[Message] = deque()
         """What has come and is not heard yet."""
         self.ordered: deque[tuple[float, tuple[VirtualWorker, Parameters] | None]] = deque()
@@ -69,7 +74,7 @@ class OccupiedServer(VirtualServer):
         worker = self.workers.get(action.parameters.worker)
         if worker is not None and worker.incarnation == action.parameters.incarnation:
             self.backend.read(worker.process, self.shard)
-            self.order(self.costs.of_answer(self.slice_bytes), (worker, action.parameters))
+            self.order(self.costs.of_answer(self.slice_bytes, self.copies), (worker, action.parameters))
 
     def order(self, seconds: float, answer: Any) -> None:
         self.ordered.append((seconds, answer))

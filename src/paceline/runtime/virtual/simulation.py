@@ -14,8 +14,10 @@ from paceline.core.actions import Park, Wait
 from paceline.core.events import ViewChanged, arrival_of
 from paceline.core.messages import Message, Node, Release, Resync, View
 from paceline.core.norm_reducer import REDUCER
+from paceline.core.policy import PeerPolicy
 from paceline.core.progress import NAMED
 from paceline.core.scheduler import SCHEDULER
+from paceline.core.topology import neighbours
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.execution import Membership
 from paceline.runtime.virtual.backend import Backend
@@ -41,7 +43,8 @@ class Simulation:
         self.engine = Engine() if engine is None else engine
         self.world = World(plan, self.backend, self.engine)
         costs = plan.cluster.costs
-        self.world.work = HostWork(self.engine, costs) if costs is not None else None
+        if costs is not None:
+            self.world.work = HostWork(self.engine, costs, peer_seconds(plan, self.world.slice_bytes[0]))
         self.trace = self.world.trace
         self.authority = Membership()
         self.iterations = math.inf if plan.iterations is None else plan.iterations
@@ -186,3 +189,11 @@ class Simulation:
         """The run is over when nobody trains and nobody is to come."""
         if len(self.done) == len(self.authority.members) and (self.finished or not self.faults.joins):
             self.engine.wind_up()
+
+
+def peer_seconds(plan: SimulationPlan, nbytes: int) -> float:
+    """Returns what an exchange costs a peer besides what it would cost a worker; nothing where there are servers."""
+    if plan.cluster.costs is None or not isinstance(plan.policy, PeerPolicy):
+        return 0.0
+    ins = neighbours(plan.policy.topology(plan.members.workers), frozenset(range(plan.members.workers))).ins
+    return plan.cluster.costs.of_peer(sum(map(len, ins.values())) / len(ins), nbytes)
