@@ -11,6 +11,7 @@ If bsp is within `AS_GOOD` of the best, or within what is uncertain, the advice 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,8 @@ class Candidate:
     low: float
     high: float
     staleness: float | None
+    values: tuple[float, ...]
+    """What each seed has given."""
     missed: int = 0
     """In how many of the runs the target was missed."""
 
@@ -138,21 +141,35 @@ def choose(allowed: Sequence[Candidate], reference: Candidate) -> tuple[Candidat
     gain = reference.predicted / best.predicted - 1 if best.predicted else 0.0
     if gain <= AS_GOOD:
         return reference, f"no policy is more than {AS_GOOD:.0%} faster than bsp: change nothing, plain DDP is as good"
-    if best.high >= reference.low:
+    if not surely_faster(best, reference):
         return reference, (
-            f"{best.policy} may be {gain:.0%} faster than bsp, which is less than what is uncertain: change nothing"
+            f"{best.policy} may be {gain:.0%} faster than bsp, which may be chance (try more --seeds): change nothing"
         )
-    close = [each for each in allowed if each.predicted <= best.predicted * (1 + CLOSE) and each.high < reference.low]
+    close = [
+        each for each in allowed if each.predicted <= best.predicted * (1 + CLOSE) and surely_faster(each, reference)
+    ]
     chosen = min(close or [best], key=lambda each: (each.staleness or 0.0, each.predicted))
-    return chosen, f"{reference.predicted / chosen.predicted - 1:.0%} faster than bsp"
+    reason = f"{reference.predicted / chosen.predicted - 1:.0%} faster than bsp"
+    if chosen.policy.startswith("backup"):
+        reason += "; whoever is always slow is always left out, with its samples"
+    return chosen, reason
+
+
+def surely_faster(one: Candidate, other: Candidate) -> bool:
+    """Whether one is faster beyond chance, seed by seed: equal seeds have equal computing times.
+
+    What is uncertain of the calibration is so for both alike.
+    """
+    ratios = [math.log(mine / its) for mine, its in zip(one.values, other.values, strict=True)]
+    return fmean(ratios) + chance_of(ratios) < 0
 
 
 def per_gradient(text: str, situation: Situation, seeds: int, uncertainty: float) -> Candidate:
     """Predicts a policy's time per gradient."""
     policy = policies.parse(text)
     paces = [_pace(policy, situation, seed) for seed in range(seeds)]
-    mean, half = interval([each.per_gradient_s for each in paces], uncertainty)
-    return Candidate(text, mean, max(0.0, mean - half), mean + half, fmean(each.staleness for each in paces))
+    staleness = fmean(each.staleness for each in paces)
+    return candidate(text, [each.per_gradient_s for each in paces], staleness, uncertainty)
 
 
 def _pace(policy: Policy, situation: Situation, seed: int) -> Pace:
@@ -173,15 +190,20 @@ def to_target(text: str, situation: Situation, goal: Goal, seeds: int, uncertain
         missed += run.time_to_target_s is None
         times.append(run.time_s if run.time_to_target_s is None else run.time_to_target_s)
         stale.append(run.metrics.staleness["mean"])
-    mean, half = interval(times, uncertainty)
-    return Candidate(text, mean, max(0.0, mean - half), mean + half, fmean(stale), missed)
+    return candidate(text, times, fmean(stale), uncertainty, missed)
 
 
-def interval(values: Sequence[float], uncertainty: float) -> tuple[float, float]:
-    """Returns the mean, and how far its 95 % interval reaches to either side."""
+def candidate(text: str, values: Sequence[float], staleness: float, uncertainty: float, missed: int = 0) -> Candidate:
+    """Makes a candidate of what some seeds have given."""
     mean = fmean(values)
-    chance = STUDENT.get(len(values), OTHERWISE) * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return mean, (chance**2 + (2 * uncertainty * mean) ** 2) ** 0.5
+    half = (chance_of(values) ** 2 + (2 * uncertainty * mean) ** 2) ** 0.5
+    return Candidate(text, mean, max(0.0, mean - half), mean + half, staleness, tuple(values), missed)
+
+
+def chance_of(values: Sequence[float]) -> float:
+    """Returns how far the 95 % interval of a mean reaches to either side."""
+    count = len(values)
+    return STUDENT.get(count, OTHERWISE) * stdev(values) / count**0.5 if count > 1 else 0.0
 
 
 def dominating(situation: Situation) -> dict[str, float]:

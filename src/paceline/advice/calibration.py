@@ -41,7 +41,9 @@ ROUNDS = 12
 PARTS = 40
 """Equally likely parts of a spread, at most."""
 TREND_PARTS, LEAST_OF_TREND, TREND = 8, 25, 1.15
-"""A trend has at most so many parts of at least so many iterations, and is one if they differ by this factor."""
+CERTAIN = 6
+"""A trend has at most so many parts of at least so many iterations, and is one if their means differ by this
+factor, and by so many standard errors of theirs: spells are none."""
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,13 @@ def trend_of(column: NDArray[np.float64]) -> list[float]:
         return [1.0]
     length = -(-len(column) // count)
     parts = [column[start : start + length] for start in range(0, len(column), length)]
-    medians = np.array([float(np.median(part)) for part in parts])
-    noise = max(1.25 * float(part.std()) / len(part) ** 0.5 for part in parts)
-    if medians.min() <= 0 or medians.max() < TREND * medians.min() or np.ptp(medians) < 4 * noise:
+    means = np.array([float(part.mean()) for part in parts])
+    alike = min(0.98, max(0.0, float(np.mean([correlation(part[:-1], part[1:]) for part in parts]))))
+    spells = ((1 + alike) / (1 - alike)) ** 0.5
+    noise = max(float(part.std()) / len(part) ** 0.5 for part in parts) * spells
+    if means.min() <= 0 or means.max() < TREND * means.min() or np.ptp(means) < CERTAIN * noise:
         return [1.0]
-    return list((medians / medians.mean()).tolist())
+    return list((means / means.mean()).tolist())
 
 
 def follow(trend: list[float], length: int) -> NDArray[np.float64]:

@@ -17,7 +17,8 @@ from paceline.advice.validation import NO_SCENARIO, Plan, Row, summary, validate
 from paceline.commands.known_run import Known, of_run
 from paceline.commands.options import File, Maybe, check_file
 from paceline.commands.tables import dash, print_table, write_json
-from paceline.commands.terminal import print_plain
+from paceline.commands.terminal import print_plain, size_of
+from paceline.core.messages import Members
 from paceline.counts import check_count
 from paceline.errors import ConfigError
 from paceline.run import write_whole
@@ -108,7 +109,8 @@ class Advise(WhatIf):
         found = advisor.advise(known.after, goal, self.policies, self.seeds, known.uncertainty)
         command = known.command(found.chosen.policy)
         show(found, known, goal)
-        print_plain(f"next: {command}" if not found.changes_nothing or known.policy != "bsp" else "next: nothing")
+        is_so = found.changes_nothing and known.policy in ("", "bsp") and not (known.config and known.changes)
+        print_plain("next: nothing is to be changed" if is_so else f"next: {command}")
         chosen = found.chosen
         write_json(
             self.json,
@@ -171,22 +173,23 @@ def ms(seconds: float) -> str:
 
 def show(found: Advice, known: Known, goal: Goal | None) -> None:
     """Prints the advice."""
-    unit, scale = ("s", 1.0) if goal is not None else ("ms", 1e3)
+    slow = max(each.predicted for each in found.candidates) >= 1
+    unit, scale = ("s", 1.0) if slow else ("ms", 1e3)
     table = []
     for each in found.candidates:
         times = found.reference.predicted / each.predicted
         table.append(
             [
                 ("* " if each is found.chosen else "  ") + each.policy,
-                f"{scale * each.predicted:.3g} {unit}",
-                f"{scale * each.low:.3g} to {scale * each.high:.3g}",
+                f"{scale * each.predicted:.2f} {unit}",
+                f"{scale * each.low:.2f} to {scale * each.high:.2f}",
                 f"{times:.2f}x" + (f", missed {each.missed}" if each.missed else ""),
                 dash(each.staleness, ".1f"),
             ]
         )
     members = known.after.members
-    title = f"{found.ranked_by}, {members.workers} workers, {max(1, members.servers)} servers, predicted"
-    print_table(title, ["policy", "predicted", "95 %", "over bsp", "staleness"], table, ("policy",))
+    print_plain(f"{found.ranked_by}, {size_of(Members(members.workers, max(1, members.servers)))}")
+    print_table("", ["policy", "predicted", "95 %", "over bsp", "staleness"], table, ("policy",))
     print_plain(f"{found.chosen.policy}: {found.reason}")
     strongest, share = next(iter(found.dominated_by.items()))
     parts = ", ".join(f"{name} {max(0.0, gain):.0%}" for name, gain in found.dominated_by.items())
