@@ -65,7 +65,7 @@ def test_a_run_is_calibrated_and_done_again_in_virtual_time(measured: Path) -> N
     slow, fast = found.cluster.measured
     assert slow.compute_s > 2 * fast.compute_s
     assert found.measured.iteration_s >= 0.03
-    assert found.fitted_s == pytest.approx(found.measured.iteration_s, rel=0.05)
+    assert found.fitted_s == pytest.approx(found.measured.iteration_s, rel=0.005)
     assert found.cluster.costs is not None
     assert 0 < found.cluster.costs.worker_s < 0.01
     assert found.cluster.costs.message_s > 0

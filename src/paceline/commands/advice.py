@@ -253,7 +253,7 @@ class Validate:
         found = summary(rows)
         table = [
             [
-                row.policy, row.scenario, row.transport, f"{row.live_s:.3f}", f"{row.virtual_s:.3f}",
+                row.policy.partition(":")[0], row.scenario, row.transport, f"{row.live_s:.3f}", f"{row.virtual_s:.3f}",
                 f"{row.error:+.1%}", f"{row.live_waiting:.0%} / {row.virtual_waiting:.0%}",
                 f"{row.live_staleness:.1f} / {row.virtual_staleness:.1f}",
             ]

@@ -51,12 +51,15 @@ class Known:
         size = ["--workers", str(members.workers), "--servers", str(max(1, members.servers))]
         if isinstance(policies.parse(policy), PeerPolicy):
             size = size[:2]
-        script = self.config.get("script")
+        script, cluster = self.config.get("script"), self.config.get("cluster")
+        if isinstance(cluster, str):
+            size += ["--cluster", cluster]
         if isinstance(script, str):
             given = [str(each) for each in self.config.get("arguments") or ()]
             return shlex.join(["paceline", "run", *size, "--policy", policy, script, *given])
         compared = ["bsp"] if policy == "bsp" else ["bsp", policy]
-        return shlex.join(["paceline", "compare", *compared, *size, "--cluster", self.name])
+        size += [] if isinstance(cluster, str) else ["--cluster", self.name]
+        return shlex.join(["paceline", "compare", *compared, *size])
 
 
 def of_run(name: str) -> Calibration:
