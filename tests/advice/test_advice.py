@@ -80,7 +80,9 @@ def test_the_commands_go_from_the_run_to_the_line_to_run_next(
     assert run.time_s > 5 * 0.03
     options = ["--policies", "asp", "--seeds", "2", "--json", str(advice)]
     assert cli.run(["advise", str(measured), *options]) == 0
-    assert cli.run(["whatif", str(measured), "--without", "0", "--policies", "bsp", "--seeds", "1"]) == 0
+    changed = ["--without", "0", "--policies", "bsp", "--seeds", "1", "--picture", str(tmp_path / "a.svg")]
+    assert cli.run(["whatif", str(measured), *changed]) == 0
+    assert (tmp_path / "a.svg").read_text().count("<rect") == 3
     said = json.loads(advice.read_text())
     assert set(said) >= {"policy", "predicted", "interval", "command"}
     assert said["command"].startswith("paceline ")

@@ -12,6 +12,7 @@ from paceline import policies
 from paceline.advice import advisor
 from paceline.advice.advisor import Advice, Goal
 from paceline.advice.changes import Changes
+from paceline.advice.drawing import picture
 from paceline.advice.scenario_file import write
 from paceline.advice.validation import NO_SCENARIO, Plan, Row, summary, validate
 from paceline.commands.known_run import Known, of_run
@@ -141,11 +142,14 @@ class Whatif(WhatIf):
     """The policies to try."""
     seeds: int = 3
     """How many runs of each are simulated."""
+    picture: File = None
+    """Draw it into this SVG file: above as it is, below with the changes."""
     json: File = None
     """Write the table to this file as JSON."""
 
     def main(self) -> int:
         check_file("--json", self.json)
+        check_file("--picture", self.picture)
         check_count("seeds", self.seeds)
         changes = self.changes()
         if not changes:
@@ -163,6 +167,12 @@ class Whatif(WhatIf):
         rows = [{"policy": name, "before_s": was, "after_s": now} for name, (was, now) in found.items()]
         headings = ["policy", "as it is, ms", "changed, ms", "gradients per second"]
         print_table(f"time per gradient, {changes}", headings, table, ("policy",))
+        if self.picture is not None:
+            drawn = picture(
+                f"Time per gradient as it is, and below: {changes}",
+                {name: (was, now) for name, (was, now) in found.items()},
+            )
+            print_plain(f"wrote {write_whole(Path(self.picture), drawn.encode())}")
         write_json(self.json, {"changes": str(changes), "rows": rows})
         return 0
 
