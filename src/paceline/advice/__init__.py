@@ -8,5 +8,5 @@ prediction     how long a policy takes under a scenario, in virtual time, withou
 validation     live runs beside predicted ones
 advisor        policies ranked by prediction
 changes        what if there were other workers, servers or links
-    drawing        a picture of that
+drawing        a picture of that
 """
