@@ -45,6 +45,10 @@ GROUPS: dict[str, dict[str, Command]] = {
     "explore": {
         "compare": Command("compare", "Compare", "compare policies on one workload, in virtual time or live"),
         "simulate": Command("compare", "Simulate", "train with one policy in virtual time"),
+        "calibrate": Command("advice", "Calibrate", "make a scenario of what a live run has measured"),
+        "advise": Command("advice", "Advise", "say which policy to take for a run, and how sure that is"),
+        "whatif": Command("advice", "Whatif", "predict a run with other workers, servers, lines or speeds"),
+        "validate": Command("advice", "Validate", "put live runs beside what virtual time predicts"),
         "tune": Command("tune", "Tune", "try specsync with a grid of abort times and rates"),
         "reproduce": Command("reproduce", "Reproduce", "do a paper's experiment again, its figures beside ours"),
         "policies": Command("catalogue", "Policies", "list the policies with parameters, ranges and papers"),
