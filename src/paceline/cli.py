@@ -39,6 +39,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "join": Command("serve_join", "Join", "take part in a run of another machine", True, 1),
         "host": Command("host", "Host", "be one node of a run that torchrun or Slurm has started", True, 1),
         "servers": Command("run", "Servers", "change the number of servers of a run that goes on"),
+        "top": Command("watch", "Top", "watch a run in a terminal, from another one than its own"),
+        "explain": Command("watch", "Explain", "say who slows a run down, since when and why"),
         "report": Command("run", "Report", "write the report of a run as one HTML file"),
         "replay": Command("replay", "Replay", "play the logs of a durable run again and compare"),
     },

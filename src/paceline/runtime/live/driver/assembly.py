@@ -28,6 +28,7 @@ from paceline.runtime.live.driver.children import Child
 from paceline.runtime.live.driver.coordinators import Coordinators
 from paceline.runtime.live.driver.durability import Durability
 from paceline.runtime.live.driver.fault_injection import FaultInjector
+from paceline.runtime.live.driver.feed_file import FeedFile
 from paceline.runtime.live.driver.finishing import Finishing
 from paceline.runtime.live.driver.folder_guard import FolderGuard
 from paceline.runtime.live.driver.health import HealthMonitor
@@ -86,6 +87,7 @@ class Parts:
     peers: Peers
     health: HealthMonitor
     logged: LoggedMetrics
+    feed: FeedFile
     sample_dispatchers: SampleDispatchers
     beginning: Beginning
     finishing: Finishing
@@ -122,13 +124,23 @@ def assemble(
         waiter.watch(hosts.listener)
     messenger = Messenger(listener, hosts)
     output = WorkerOutput(waiter, say, say_error)
+    kept = plan.checkpointing.folder if plan.checkpointing is not None else None
+    feed = FeedFile(kept, state)
+    resources.callback(feed.close)
+    say = feed.telling(say)  # but not what workers print
     children = Children(waiter, output)
     starter = ProcessStarter(plan.starter, folder, hosts, children)
     servers = Servers(plan.members.servers, starter.server, messenger.to_server)
     has_keys = plan.multihost is not None and plan.multihost.keys
     keys = KeyRegistry(servers, has_keys, folder if hosts is None else None)
     workers = Workers(children, roster, starter, keys, messenger, state)
-    logged = LoggedMetrics(plan.target, watch, workers.stop, say)
+
+    def take_point(point: Point) -> None:
+        feed.log(point)
+        if watch is not None:
+            watch(point)
+
+    logged = LoggedMetrics(plan.target, take_point, workers.stop, say)
     coordinators = Coordinators(folder, plan.seed, state.now, messenger, hosts.ring if hosts is not None else None)
 
     resumed = find_resumed(plan.checkpointing, say)
@@ -188,9 +200,15 @@ def assemble(
     )
     script_ends = ScriptEnds(state, roster, workers, peers, health, say)
     model_setup = ModelSetup(plan, state, admission, startup, peer_setup, coordinators, checkpointer, placement)
+
+    def note_beginning() -> None:
+        count = 0 if state.without_servers else servers.count
+        feed.begin(plan.members.workers, count, state.model.layout.slice_bytes(max(1, count)), plan.target)
+
     beginning = Beginning(
-        model_setup, state, admission, servers, worker_restarts, checkpointer, durability, outcomes, folder, say
-    )
+        model_setup, state, admission, servers, worker_restarts, checkpointer, durability, outcomes, folder, say,
+        note_beginning,
+    )  # fmt: skip
     finishing = Finishing(state, servers, resizing, checkpointer, outcomes, folder, beginning.never_began, say)
     server_restarts = ServerRestarts(
         ServerRestarter(),
@@ -203,8 +221,8 @@ def assemble(
         durability.lose_logs()
         if checkpointer is not None:
             checkpointer.folder_was_lost()
+        feed.begin_again()
 
-    kept = plan.checkpointing.folder if plan.checkpointing is not None else None
     guard = FolderGuard(kept, folder, traces, look_after_folder, say)
 
     roster.follow(peers.announce)
@@ -279,13 +297,13 @@ def assemble(
         conversations = AgentConversations(hosts, arrivals, reports, waiter)
     ticks = [
         fault_injector.tick, resizing.tick, worker_restarts.tick, servers.tick, guard.tick, time_limits.tick,
-        health.tick, peers.tick, script_ends.tick, barrier.tick,
+        health.tick, peers.tick, script_ends.tick, barrier.tick, feed.tick,
     ]  # fmt: skip
     if checkpointer is not None:
         ticks.append(checkpointer.tick)
     return Parts(
         folder, mailbox, interrupts, state, roster, children, workers, worker_restarts, servers, server_restarts,
-        resizing, durability, checkpointer, coordinators, peers, health, logged, sample_dispatchers, beginning,
+        resizing, durability, checkpointer, coordinators, peers, health, logged, feed, sample_dispatchers, beginning,
         finishing, guard, conversations, child_ended, tuple(ticks),
     )  # fmt: skip
 

@@ -39,12 +39,12 @@ class Driver:
     ) -> None:
         plan.check()
         self.plan = plan
-        self.say = say
         with contextlib.ExitStack() as opened:
             folder = shared_memory.RunFolder()
             opened.callback(folder.remove)
             self.traces = opened.enter_context(tracing(folder.path, self._kept_folder()))
             self.parts = assemble(plan, folder.path, self.traces, opened, say, watch, say_error)
+            self.say = self.parts.feed.telling(say)
             self.resources = opened.pop_all()
 
     def _kept_folder(self) -> Path | None:
@@ -162,4 +162,6 @@ class Driver:
             parts.coordinators.clips_mean,
         )
         final = final_of_peers(parts.folder, state.model.layout) if peers else None
-        return collect_results(state.model, plan.seed, outcome, parts.folder, final)
+        run = collect_results(state.model, plan.seed, outcome, parts.folder, final)
+        parts.feed.end(run)
+        return run

@@ -28,6 +28,8 @@ HELD = 128
 the encoder would have to be fetched from memory again for each."""
 HELD_S = 0.2
 """How long records are buffered, while there are new ones. A killed process loses them."""
+FEW = 16
+"""Who writes so few in that time has long iterations, and writes the next ones at once, for those who watch."""
 
 
 class TraceFile:
@@ -40,6 +42,8 @@ class TraceFile:
         self.held: list[Record] = []
         """Records that are not written yet."""
         self.written_s = 0.0
+        self.at_once = 0
+        """So many records more are written as they come."""
 
     def follow(self, incarnation: int) -> int:
         """Appends to the file of an earlier incarnation instead of its own; returns how many records that has."""
@@ -57,6 +61,10 @@ class TraceFile:
     def write(self, record: Record) -> None:
         self.held.append(record)
         if len(self.held) >= HELD or time.monotonic() - self.written_s > HELD_S:
+            self.at_once = FEW if len(self.held) < FEW else 0
+            self.flush()
+        elif self.at_once:
+            self.at_once -= 1
             self.flush()
 
     def flush(self) -> None:
