@@ -85,10 +85,16 @@ class Live(Outputs, ABC):
     """Kill a worker that waits for nobody and has not pushed for so long (docs/faults.md)."""
     timeout_s: Maybe[float] = None
     """Give up after so many seconds."""
+    page: Flag = False
+    """Serve a live page of the run on this machine, in a process that outlives it (docs/watching.md)."""
 
     def run(self, script: list[str], start: Start | None) -> int:
         """Checks everything, then does the run where it is to be."""
         self.check()
+        if self.page:
+            from paceline.page.server import check_installed
+
+            check_installed()
         plan = self.plan(script)
         self.check_keeping(plan)
         with self.placed(plan, script) as plan:
@@ -111,6 +117,11 @@ class Live(Outputs, ABC):
             config["policy"] = str(plan.policy)  # a file of the user's with its whole path
         self.write_config(folder, config)
         run_folder.forget_end(folder)
+        if self.page:
+            from paceline.commands.page import start_page
+
+            for line in start_page(folder):
+                print_plain(line)
         label = self.policy or "the script's policy"
         with LiveTable(label, plan.target) as table:
             driver = Driver(plan, table.say, table.watch, table.say_error)

@@ -42,6 +42,7 @@ from paceline.runtime.live.driver.peer_setup import PeerSetup
 from paceline.runtime.live.driver.peers import PeerEndpoints, PeerPlaces, Peers
 from paceline.runtime.live.driver.processes import Children, ProcessStarter, Workers
 from paceline.runtime.live.driver.remote_hosts import RemoteHosts
+from paceline.runtime.live.driver.requests_taken import Requests
 from paceline.runtime.live.driver.roster import Roster
 from paceline.runtime.live.driver.run_plan import RunPlan
 from paceline.runtime.live.driver.run_state import RunState
@@ -58,7 +59,7 @@ from paceline.runtime.live.driver.time_limits import TimeLimits
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.driver.worker_restarts import WorkerRestarts
 from paceline.runtime.live.messaging.unix_sockets import Listener, Waiter
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls, wire
+from paceline.runtime.live.protocol import lease_messages, requests, resizing_messages, script_calls, wire
 from paceline.runtime.live.protocol.configuration import LiveConfig
 from paceline.runtime.live.storage import endpoints
 
@@ -260,6 +261,7 @@ def assemble(
         servers.finished.add(message.shard)
         durability.finished(message.cost)
 
+    asked = Requests(state, interrupts, checkpointer, messenger.answer)
     handlers: dict[type, Callable[[Any], object]] = {
         wire.Describe: admission.take,
         lease_messages.LeaseEvents: sample_dispatchers.hear,
@@ -284,6 +286,8 @@ def assemble(
         script_calls.AtBarrier: barrier.enter,
         script_calls.Awaited: barrier.take_awaited,
         script_calls.LRSchedulerStates: schedulers.take,
+        requests.StopAsked: asked.stop,
+        requests.CheckpointAsked: asked.checkpoint,
     }
     mailbox = Mailbox(waiter, listener, handlers)
     conversations = None

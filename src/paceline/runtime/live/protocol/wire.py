@@ -19,7 +19,7 @@ from msgspec import Struct
 from paceline.core.events import ServersChanged
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.core.topology import Topology
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, script_calls
+from paceline.runtime.live.protocol import lease_messages, requests, resizing_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
@@ -353,6 +353,7 @@ ToDriver = (
     Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
     | Without | Undurable | Measured | lease_messages.LeaseEvents | resizing_messages.ToDriver
     | script_calls.LRSchedulerStates | script_calls.EndRun | script_calls.AtBarrier | script_calls.Awaited
+    | requests.StopAsked | requests.CheckpointAsked
 )  # fmt: skip
 ToWorker = (
     Begin | Refuse | Stop | ServerRestarted | FromScheduler | NewView | Done | lease_messages.LeaseAnswer
