@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -157,7 +158,9 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
                 slicing=job.slicing,
                 watch=watch,
             )
+        before = time.monotonic()
         _evaluate(run, evaluation)
+        run.wall["evaluation_s"] = time.monotonic() - before
     run.config = job.config()
     return run
 

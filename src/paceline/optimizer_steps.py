@@ -97,6 +97,7 @@ class LiveSteps:
             return None
         barrier = self.participant.participation.barrier
         barrier.in_step = True
+        self.participant.clock.prepared()
         try:
             with torch.enable_grad():
                 return self.participant.run_closure(closure, self.started)
@@ -112,15 +113,20 @@ class LiveSteps:
         groups = self.inner.param_groups
         if self.norm is not None:
             clip(groups, self.norm)
+        clock = self.participant.clock
+        clock.computed()
         self.schedulers.report()
         self.participant.slow_down(self.started)
+        clock.injected()
         self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups), weight)
         self.participant.pass_slow_link()
 
     def skip(self) -> None:
         """Hands in an iteration without a gradient."""
+        self.participant.clock.computed()
         self.schedulers.report()
         self.participant.slow_down(self.started)
+        self.participant.clock.injected()
         self.participant.skip(self.hyper.of(self.inner.param_groups))
 
     def begin_iteration(self) -> None:

@@ -24,6 +24,7 @@ from paceline.commands.terminal import (
     print_plain,
     print_result,
     print_slices,
+    print_wall,
     show_table,
     size_of,
 )
@@ -145,6 +146,7 @@ class Live(Outputs, ABC):
             console.print(line, soft_wrap=True)
         show_table([run], f"{script[0]}, {size_of(run.trace.header.members)}, live")
         print_slices([run])
+        print_wall([run])
         print_evaluated([run])
         for failure in run.failures:
             console.print(failure, soft_wrap=True)

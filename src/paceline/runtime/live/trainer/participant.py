@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.runtime.live.trainer.participation import Participation
 from paceline.runtime.live.trainer.run_connection import RunConnection
+from paceline.runtime.live.trainer.step_clock import StepClock
 from paceline.tensors.piece_optimizers import Hyper
 
 
@@ -17,6 +18,7 @@ class Participant(Protocol):
 
     run: RunConnection
     participation: Participation
+    clock: StepClock
     steps_here: bool
     """Whether the script's own optimizer takes the steps, in this process."""
 

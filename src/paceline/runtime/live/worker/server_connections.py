@@ -97,6 +97,12 @@ class ServerConnections:
         run.waiter.watch(remote.link)
         return remote
 
+    def kinds(self) -> tuple[str, ...]:
+        """Says how each server is reached."""
+        multihost = self.run.config.multihost
+        remote = "tcp with keys" if multihost is not None and multihost.keys else "tcp"
+        return tuple(remote if shard in self.remote else "memory" for shard in range(len(self.links)))
+
     def disconnect(self, link: ServerLink) -> None:
         if isinstance(link, RemoteServerLink):
             self.run.waiter.forget(link.link.fileno())

@@ -51,6 +51,7 @@ def begin_worker(
     executor.connections.sent_hyper = model.optimizer.groups
     take_first_parameters(executor, begin)
     memory.begin()
+    executor.clock.introduce(executor.connections.kinds())
     if begin.hyper is not None:
         executor.connections.sent_hyper = begin.hyper
     return LiveWorker(model, executor, make_abortable(executor, model, overlap)), begin
