@@ -9,11 +9,13 @@ so: nothing here is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from paceline.core.step_times import TurnRow
 from paceline.report.worker_spans import Span
+from paceline.watching.computing import computing_cause, described, ms
 from paceline.watching.iterations import Iteration, IterationCutter, caused
 from paceline.watching.remedies import ALL_THE_SAME, Slow, remedies
 from paceline.watching.snapshot import COMPUTES, PUSHES, READS, Finding, WorkerRow
@@ -33,7 +35,6 @@ SERVER_SHARE = 0.15
 """A server is a finding only if what it takes longer is this share of an iteration."""
 MAIN = 0.6
 """A part with this share of the excess is the cause."""
-WHOLE = "computing"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Seen:
     goes_on: bool
     before: Mapping[str, Finding]
     """What was found when the run was looked at before."""
+    turns: Mapping[int, Collection[TurnRow]]
+    """shard -> what its server did in its last turns."""
 
     @property
     def noun(self) -> str:
@@ -162,7 +165,7 @@ def cause_of(
     """Returns the cause in a few words, and what is known of it in a sentence."""
     total = sum(each for each in parts.values() if each > 0)
     if parts["computing"] >= MAIN * total:
-        return computing_cause(mine, others)
+        return computing_cause(seen.cutters[rank].done[-len(mine) :], others)
     travel = total - max(0.0, parts["computing"])
     if travel >= MAIN * total:
         shards = {shard: shard_excess(shard, mine, others) for shard in range(seen.servers)}
@@ -176,29 +179,6 @@ def cause_of(
         ways = "all servers alike" if len(shards) > 1 else "its server" if shards else "its neighbours"
         return "link", f"gradients and parameters take longer on their way between it and {ways}"
     return "several", "the time is in more than one part of the iteration: a host that is busy would look like that"
-
-
-def computing_cause(mine: list[Iteration], others: Mapping[int, list[Iteration]]) -> tuple[str, str]:
-    """Returns which part of computing takes longer, if processes have measured that."""
-    measured = set.intersection(*(set(each.parts) for each in mine)) if mine else set()
-    more = {
-        part: median(each.parts[part] for each in mine)
-        - median(median(each.parts.get(part, 0.0) for each in recent) for recent in others.values())
-        for part in measured
-    }
-    total = sum(each for each in more.values() if each > 0)
-    if total > 0:
-        part = max(more, key=lambda each: more[each])
-        if more[part] >= MAIN * total:
-            return part, f"of what it does between two steps, {part} takes {ms(more[part])} longer than at the others"
-        return (
-            WHOLE,
-            f"all it does between two steps takes longer: {described(more)}; a slower or busier host does that",
-        )
-    return WHOLE, (
-        "it takes longer between two steps of the script; whether it loads data, computes, collects garbage or shares "
-        "its host with something, the trace does not say"
-    )
 
 
 def shard_excess(shard: int, mine: list[Iteration], others: Mapping[int, list[Iteration]]) -> float:
@@ -299,15 +279,3 @@ def nobody(seen: Seen, known: Mapping[int, list[Iteration]]) -> str:
         rank, most = max(blame.items(), key=lambda item: item[1])
         in_turn = f"; of the waiting {most / total:.0%} was for {seen.noun} {rank}, the rest for others in turn"
     return f"nobody slows the run down for good: an iteration is {described(parts)}{in_turn}"
-
-
-def described(parts: Mapping[str, float]) -> str:
-    """Returns the parts of an iteration, longest first."""
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {ms(value)}" for name, value in ordered)
-
-
-def ms(value: float) -> str:
-    """Returns a duration as it is told."""
-    return f"{value:.2f} s" if abs(value) >= 1 else f"{1000 * value:.0f} ms" if abs(value) >= 0.01 else (
-        f"{1000 * value:.1f} ms")  # fmt: skip

@@ -2,7 +2,7 @@
 
 An iteration begins when the worker begins to compute and ends when it begins to compute the next. Its parts are those
 of the report's lanes: computing (all the script does between two steps, data loading too), the gradient on its way
-until the last shard has it, waiting, parameters on their way. Where processes say more (`Parts`), that is kept too.
+until the last shard has it, waiting, parameters on their way. What a process has measured itself is kept with it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+from paceline.core.step_times import StepRow
 from paceline.report.worker_spans import NOBODY, Span, WorkerTimeline
 
 KEPT = 128
@@ -17,6 +18,7 @@ KEPT = 128
 WINDOW_S = 60.0
 """So long spans are kept."""
 MOST_SPANS = 2400
+MOST_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -30,8 +32,8 @@ class Iteration:
     push_s: float = 0.0
     wait_s: float = 0.0
     answer_s: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-    """More exact parts of it, as far as the process has measured them."""
+    row: StepRow | None = None
+    """What the process itself has measured of it. Of a long run only some iterations have that."""
     shards: dict[int, float] = field(default_factory=dict)
     """shard -> how long its slice of the gradient and its answer were on their way, or in its hands."""
 
@@ -54,6 +56,8 @@ class IterationCutter:
         self.waits: list[Span] = []
         """The waits since they were last taken."""
         self.shards: dict[int, float] = {}
+        self.rows: dict[int, StepRow] = {}
+        """iteration -> what was measured of it, until it is over."""
         self.has_dropped = False
         """Whether there were iterations before those that are kept."""
 
@@ -96,7 +100,18 @@ class IterationCutter:
     def end(self, iteration: Iteration, at: float) -> Iteration:
         iteration.end_s = at
         iteration.shards, self.shards = self.shards, {}
+        iteration.row = self.rows.pop(iteration.index, None)
         return iteration
+
+    def take_row(self, row: StepRow) -> None:
+        """Keeps what the process has measured of an iteration."""
+        for iteration in reversed(self.done[-16:]):
+            if iteration.index == row.iteration:
+                iteration.row = row
+                return
+        self.rows[row.iteration] = row
+        while len(self.rows) > MOST_ROWS:
+            del self.rows[next(iter(self.rows))]
 
     def forget(self, before_s: float) -> None:
         """Drops the spans that ended before, which must have been cut, and more if there are too many."""

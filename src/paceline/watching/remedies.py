@@ -12,6 +12,12 @@ ALL_THE_SAME = -1
 """The rank in a finding that is about no worker."""
 BALANCED = ("bsp", "backup", "deadline", "ssp", "hop")
 """The policies under which batches may be balanced (docs/balance.md)."""
+OF_CAUSE = {
+    "link": "--wire int8 sends a quarter of the bytes to other hosts, topk:share=0.01 a hundredth",
+    "loading data": "DataLoader(num_workers=2) loads while it computes; data in memory, or on a disk of its own",
+    "garbage collection": "gc.freeze() once all is built, or gc.disable() and gc.collect() now and then",
+    "host": "see what else runs on its host (top), and whether it has as many cores as processes",
+}
 FREE = ("asp", "adpsgd", "waiting", "specsync")
 """The policies under which nobody waits for a slow one."""
 
@@ -38,12 +44,10 @@ def remedies(slow: Slow) -> tuple[str, ...]:
     if slow.cause == "server":
         more = f"paceline servers DIR {slow.servers + 1} divides the parameters over one more server"
         return (more, "--wire int8 sends a quarter of the bytes, where the server is on another host")
-    helps: list[str] = []
-    if slow.cause == "link":
-        helps.append("--wire int8 sends a quarter of the bytes to other hosts, topk:share=0.01 a hundredth")
+    helps = [OF_CAUSE[slow.cause]] if slow.cause in OF_CAUSE else []
     others = sorted(slow.others.values())
     longest = others[-1]
-    if slow.cause not in ("link", "several") and head in BALANCED:
+    if slow.cause in ("computing", "host") and head in BALANCED:
         every = [*others, slow.own_s]
         balanced = len(every) / sum(1 / each for each in every)
         helps.append(

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.messages import Members
+from paceline.core.step_times import Row
 from paceline.core.trace import Header, Record
 from paceline.errors import ConfigError
 from paceline.folder_lock import is_in_use
@@ -33,6 +34,7 @@ TAIL = 1 << 20
 AT_ONCE = 16 << 20
 VIEW = b'"ViewChanged"'
 CONFIG, METRICS, TRACE, LIVE = "config.json", "metrics.json", "trace.jsonl", "live.json"
+TIMES = "times.jsonl"
 """Files of a run's folder (run_folder.py, which needs torch)."""
 
 
@@ -99,6 +101,8 @@ class RunReader:
         """Begins with what there is."""
         self.watch = RunWatch(self.folder.name, str(self.config.get("script") or ""), self.iterations)
         self.files: dict[str, GrowingFile] = {}
+        self.rows: list[Row] = []
+        """What processes have measured of themselves, until the records of that time have been taken."""
         self.pending: list[tuple[float, int, Record]] = []
         self.number = 0
         self.now = 0.0
@@ -173,14 +177,19 @@ class RunReader:
 
     def _read_traces(self) -> None:
         try:
-            names = sorted(name for name in os.listdir(self.folder / "trace") if name.endswith(".trace"))
+            names = sorted(name for name in os.listdir(self.folder / "trace") if name.endswith((".trace", ".times")))
         except OSError:
             return
         for name in names:
             file = self.files.get(name)
             if file is None:
                 file = self.files[name] = GrowingFile(self.folder / "trace" / name)
-            self._take(file)
+            (self._take if name.endswith(".trace") else self._take_rows)(file)
+
+    def _take_rows(self, file: GrowingFile) -> None:
+        lines, _ = file.read()
+        decode = msgspec.json.Decoder(Row).decode
+        self.rows += self._decoded(lambda read: [decode(line) for line in read if line], lines)
 
     def _take(self, file: GrowingFile) -> None:
         lines, views = file.read()
@@ -194,6 +203,13 @@ class RunReader:
         pending, take = self.pending, self.watch.take
         while pending and pending[0][0] <= until:
             take(heapq.heappop(pending)[2])
+        later = []
+        for row in self.rows:
+            if getattr(row, "at", 0.0) <= until:
+                self.watch.take_row(row)
+            else:
+                later.append(row)
+        self.rows = later
 
     def _read_left(self) -> None:
         """Reads what an ended run has left in one file."""
@@ -217,6 +233,7 @@ class RunReader:
                 self._take(trace)
                 if trace.offset == before:
                     break
+            self._take_rows(GrowingFile(self.folder / TIMES))
 
     def _take_metrics(self) -> None:
         """Takes what `metrics.json` says of a run without a feed."""

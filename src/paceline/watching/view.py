@@ -23,6 +23,7 @@ from paceline.core.events import (
     ViewChanged,
 )
 from paceline.core.messages import Offer, Reply, Update
+from paceline.core.step_times import Row, StepRow, TurnRow
 from paceline.core.trace import Record
 from paceline.report.metrics import waiting_by_reason
 from paceline.report.worker_spans import Span, TimelineBuilder, WorkerTimeline
@@ -38,6 +39,7 @@ MOST_POINTS = 400
 """Points of a metric that are shown; older ones are thinned out."""
 MOST_HAPPENINGS = 200
 MOST_LANES = 32
+MOST_TURNS = 512
 RATE_S = 5.0
 ALL_SHARDS = -1
 
@@ -79,6 +81,8 @@ class RunWatch:
         self.slices: tuple[int, ...] = ()
         self.metrics: dict[str, list[tuple[float, float | None]]] = {}
         self.happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
+        self.turns: dict[int, deque[TurnRow]] = {}
+        """shard -> what it did in its last turns."""
         self.peers = False
         self.servers = 0
         self.skipped = False
@@ -119,6 +123,13 @@ class RunWatch:
                 cutter.cut()
         else:
             self.builder.take(record)
+
+    def take_row(self, row: Row) -> None:
+        """Takes what a process has measured of itself."""
+        if isinstance(row, StepRow) and (cutter := self.cutter((row.rank, row.incarnation))) is not None:
+            cutter.take_row(row)
+        elif isinstance(row, TurnRow):
+            self.turns.setdefault(row.shard, deque(maxlen=MOST_TURNS)).append(row)
 
     def take_view(self, event: ViewChanged, at: float) -> None:
         view, before = event.view, self.builder.view
@@ -261,7 +272,7 @@ class RunWatch:
         seen = Seen(
             self.policy, self.peers, now, self.servers, {row.rank: self.recent(row) for row in judged},
             {row.rank: row for row in judged}, list(self.waits), since,
-            state == shown.RUNS, self.found,
+            state == shown.RUNS, self.found, self.turns,
         )  # fmt: skip
         findings, healthy = explain(seen)
         self.found = {found.who: found for found in findings}
