@@ -73,6 +73,7 @@ def test_without_the_token_everything_is_403(page: Page) -> None:
             assert page.ask(target, method)[0] == 403
     assert page.ask("/", cookie="paceline_8000=view-token")[0] == 403
     assert page.ask("/metrics", authorization="Bearer wrong")[0] == 403
+    assert page.ask("/metrics", authorization="Basic view-token")[0] == 403
     assert page.ask("/", authorization="Bearer view-token")[0] == 403
     assert page.ask("/", kind="websocket")[0] == 0
     assert page.access.sessions == {}

@@ -83,7 +83,11 @@ def test_a_run_that_was_resumed_begins_again(tmp_path: Path) -> None:
     reader.goes_on = lambda: True  # type: ignore[method-assign]
     feed.write_bytes(driver_records.encode([*before, begun, Logged(1.5, 9, {"loss": float("nan")})]))
     reader.poll()
-    assert reader.snapshot().state == shown.RUNS
+    view = reader.snapshot()
+    assert (view.state, view.metrics) == (shown.RUNS, {"loss": [(1.5, None)]})
+    late = RunReader(folder)
+    late.poll()
+    assert late.snapshot().metrics == view.metrics
 
 
 def test_a_run_whose_driver_was_killed_is_lost(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from paceline import private_files, run_folder
+from paceline import loggers, private_files, run_folder
 from paceline.api import check_count, check_live
 from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
@@ -30,7 +30,7 @@ from paceline.commands.terminal import (
 )
 from paceline.errors import ConfigError, RunFailed
 from paceline.report.html import write
-from paceline.run import INTERRUPTED, Target
+from paceline.run import INTERRUPTED, Point, Target
 from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Live(Outputs, ABC):
     """Kill a worker that waits for nobody and has not pushed for so long (docs/faults.md)."""
     timeout_s: Maybe[float] = None
     """Give up after so many seconds."""
+    log: tuple[str, ...] = ()
+    """Where logged metrics go besides: csv, tensorboard, or a plug-in, as mine:key=value (docs/watching.md)."""
     page: Flag = False
     """Serve a live page of the run on this machine, in a process that outlives it (docs/watching.md)."""
 
@@ -96,6 +98,7 @@ class Live(Outputs, ABC):
             from paceline.page.server import check_installed
 
             check_installed()
+        loggers.find(self.log)
         plan = self.plan(script)
         self.check_keeping(plan)
         with self.placed(plan, script) as plan:
@@ -124,8 +127,13 @@ class Live(Outputs, ABC):
             for line in start_page(folder):
                 print_plain(line)
         label = self.policy or "the script's policy"
-        with LiveTable(label, plan.target) as table:
-            driver = Driver(plan, table.say, table.watch, table.say_error)
+        with loggers.opened(loggers.find(self.log), folder, config) as kept, LiveTable(label, plan.target) as table:
+
+            def watch(point: Point) -> None:
+                table.watch(point)
+                kept.log(*point)
+
+            driver = Driver(plan, table.say, watch, table.say_error)
             table.parts = driver.parts
             try:
                 run = driver.run()

@@ -13,6 +13,8 @@ from paceline.watching.run_reader import RunReader
 from paceline.watching.snapshot import Snapshot
 
 EVERY_S = 0.5
+MOST_SHARE = 3
+"""A run of many workers is read less often, so that it is not read more than a quarter of the time."""
 QUIET_S = 15.0
 """So often something is sent to those who have the page of a run that has ended."""
 
@@ -28,14 +30,17 @@ class Broadcast:
         """When the last visitor left."""
         self.lock = asyncio.Lock()
         self.read_s = -1e9
+        self.took_s = 0.0
         self.view: Snapshot | None = None
         self.encoded = b""
 
     async def now(self) -> bytes:
         """Returns the run as it is, encoded; what was read within the last moment serves everybody."""
         async with self.lock:
-            if time.monotonic() - self.read_s >= 0.8 * EVERY_S:
+            if time.monotonic() - self.read_s >= max(0.8 * EVERY_S, MOST_SHARE * self.took_s):
+                began_s = time.monotonic()
                 await asyncio.to_thread(self.read)
+                self.took_s = time.monotonic() - began_s
         return self.encoded
 
     def read(self) -> None:

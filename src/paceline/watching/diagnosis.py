@@ -9,6 +9,7 @@ so: nothing here is guessed.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -68,12 +69,14 @@ def explain(seen: Seen) -> tuple[list[Finding], str]:
     if len(seen.rows) < 2:
         return [], "a worker that is alone waits for nobody" if seen.rows else ""
     known = {rank: recent for rank in seen.rows if len(recent := seen.recent(rank)) >= LAST - 1}
+    typical = {rank: median(each.own_s for each in recent) for rank, recent in known.items()}
+    ordered = sorted(typical.values())
     findings: list[Finding] = []
     for rank in seen.rows:
-        others = {other: recent for other, recent in known.items() if other != rank}
-        if not others:
-            continue
-        if (found := slow_worker(seen, rank, known.get(rank, []), others)) is not None:
+        others = list(ordered)
+        if rank in typical:
+            del others[bisect_left(others, typical[rank])]
+        if others and (found := slow_worker(seen, rank, middle(others), typical.get(rank), known)) is not None:
             findings.append(found)
     slow = {found.rank for found in findings}
     findings += slow_servers(seen, {rank: recent for rank, recent in known.items() if rank not in slow})
@@ -81,17 +84,25 @@ def explain(seen: Seen) -> tuple[list[Finding], str]:
     return findings[:MOST_FINDINGS], "" if findings else nobody(seen, known)
 
 
-def slow_worker(seen: Seen, rank: int, mine: list[Iteration], others: Mapping[int, list[Iteration]]) -> Finding | None:
-    """Says how a worker slows the run down, if it does."""
-    usual = median(median(each.own_s for each in recent) for recent in others.values())
+def middle(values: list[float]) -> float:
+    """Returns the median of values that are in order."""
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+
+
+def slow_worker(
+    seen: Seen, rank: int, usual: float, own: float | None, known: Mapping[int, list[Iteration]]
+) -> Finding | None:
+    """Says how a worker slows the run down, if it does. Its iterations take `own` seconds, the others' the `usual`."""
     if seen.goes_on and (stuck := stuck_worker(seen, rank, usual)) is not None:
         return stuck
-    if len(mine) < LAST - 1:
+    if own is None or own < SLOWER * usual or own - usual < LEAST_S:
         return None
-    own = median(each.own_s for each in mine)
+    mine = known[rank]
     long = [each.own_s > EACH_SLOWER * usual for each in mine]
-    if own < SLOWER * usual or own - usual < LEAST_S or long.count(False) > 1 or not any(long[-2:]):
+    if long.count(False) > 1 or not any(long[-2:]):
         return None
+    others = {other: recent for other, recent in known.items() if other != rank}
     parts = excess(mine, list(others.values()))
     cause, why = cause_of(seen, rank, parts, mine, others)
     done = seen.cutters[rank].done

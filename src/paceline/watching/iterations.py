@@ -7,6 +7,7 @@ until the last shard has it, waiting, parameters on their way. What a process ha
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -55,6 +56,10 @@ class IterationCutter:
         """The last iterations that are over, newest last."""
         self.waits: list[Span] = []
         """The waits since they were last taken."""
+        self.recent: deque[tuple[float, float]] = deque()
+        """The waits of the last minute: when each ended, and its seconds."""
+        self.waited_s = 0.0
+        """The sum of these."""
         self.shards: dict[int, float] = {}
         self.rows: dict[int, StepRow] = {}
         """iteration -> what was measured of it, until it is over."""
@@ -78,6 +83,8 @@ class IterationCutter:
                 self.add(self.current, span)
             if span.kind == "wait":
                 self.waits.append(span)
+                self.recent.append((span.end_s, span.seconds))
+                self.waited_s += span.seconds
         self.taken = len(lane.spans)
         current = self.current
         if current is not None and lane.computing and lane.iteration != current.index:
@@ -115,6 +122,8 @@ class IterationCutter:
 
     def forget(self, before_s: float) -> None:
         """Drops the spans that ended before, which must have been cut, and more if there are too many."""
+        while self.recent and self.recent[0][0] < before_s:
+            self.waited_s -= self.recent.popleft()[1]
         spans = self.lane.spans
         keep = next((index for index, span in enumerate(spans) if span.end_s >= before_s), len(spans))
         keep = max(keep, len(spans) - MOST_SPANS)

@@ -25,15 +25,15 @@ from paceline.core.events import (
 from paceline.core.messages import Offer, Reply, Update
 from paceline.core.step_times import Row, StepRow, TurnRow
 from paceline.core.trace import Record
-from paceline.report.metrics import waiting_by_reason
-from paceline.report.worker_spans import Span, TimelineBuilder, WorkerTimeline
+from paceline.report.worker_spans import TimelineBuilder, WorkerTimeline
 from paceline.watching import snapshot as shown
 from paceline.watching.diagnosis import Seen, explain
 from paceline.watching.driver_records import Begun, DriverRecord, Ended, Logged, Said
-from paceline.watching.iterations import WINDOW_S, IterationCutter, caused
+from paceline.watching.iterations import WINDOW_S, IterationCutter
 from paceline.watching.lanes import drawn
 from paceline.watching.snapshot import Finding, Happening, Lane, Snapshot, WorkerRow
 from paceline.watching.time_left import time_left
+from paceline.watching.waiting import WaitSums
 
 MOST_POINTS = 400
 """Points of a metric that are shown; older ones are thinned out."""
@@ -66,7 +66,7 @@ class RunWatch:
         self.pushed_to: dict[tuple[int, int], float] = {}
         self.answered: dict[tuple[int, int], float] = {}
         """(shard, worker) -> when it was answered, until it has heard that."""
-        self.waits: deque[Span] = deque()
+        self.waiting = WaitSums()
         self.finished: set[int] = set()
         self.staleness: deque[tuple[float, int, int]] = deque()
         """(when, worker, versions), of the last minute."""
@@ -245,11 +245,10 @@ class RunWatch:
         for process in self.builder.lanes:
             if (cutter := self.cutter(process)) is not None:
                 cutter.cut()
-                self.waits.extend(cutter.waits)
+                self.waiting.add(cutter.waits)
                 cutter.waits.clear()
                 cutter.forget(before)
-        if any(self.waits[index].end_s < before for index in range(min(1, len(self.waits)))):
-            self.waits = deque(wait for wait in self.waits if wait.end_s >= before)
+        self.waiting.forget(before)
         while self.staleness and self.staleness[0][0] < before:
             self.staleness.popleft()
         for counts in (self.counted, *self.sent.values()):
@@ -261,8 +260,14 @@ class RunWatch:
     def snapshot(self, now: float, state: str, lanes: tuple[int, ...] | None = None) -> Snapshot:
         """Returns the run as it looks at `now`; with the lanes of these workers, or of those that matter most."""
         self.tidy(now)
-        rows = [self.row(lanes_, now) for _, lanes_ in sorted(self.builder.of_worker.items())]
-        blame = caused(list(self.waits))
+        waits_for: dict[int, set[int]] = {}
+        for (_, worker), named in self.parked.items():
+            waits_for.setdefault(worker, set()).update(named)
+        rows = [
+            self.row(lanes_, now, waits_for.get(worker, set()))
+            for worker, lanes_ in sorted(self.builder.of_worker.items())
+        ]
+        blame = self.waiting.by_worker()
         for row in rows:
             row.caused_s = blame.get(row.rank, 0.0)
         present = [row for row in rows if row.state not in (shown.DONE, shown.GONE)]
@@ -271,7 +276,7 @@ class RunWatch:
         lifetime_s = sum(self.alive_s(row, since, now) for row in rows)
         seen = Seen(
             self.policy, self.peers, now, self.servers, {row.rank: self.recent(row) for row in judged},
-            {row.rank: row for row in judged}, list(self.waits), since,
+            {row.rank: row for row in judged}, list(self.waiting.waits), since,
             state == shown.RUNS, self.found, self.turns,
         )  # fmt: skip
         findings, healthy = explain(seen)
@@ -290,8 +295,8 @@ class RunWatch:
             workers=rows,
             wait_share=sum(row.wait_share * self.alive_s(row, since, now) for row in rows) / lifetime_s
             if lifetime_s else 0.0,
-            waiting_by_worker=sorted(blame.items(), key=lambda item: -item[1])[:20],
-            waiting_by_reason=list(waiting_by_reason(self.waits).items())[:12],
+            waiting_by_worker=list(blame.items())[:20],
+            waiting_by_reason=list(self.waiting.by_reason().items())[:12],
             staleness_mean=sum(stale) / len(stale) if stale else None, staleness_max=max(stale, default=0),
             dropped=self.dropped,
             bytes_per_s={what: self.per_second(counts, now) for what, counts in self.sent.items() if counts},
@@ -311,20 +316,19 @@ class RunWatch:
         lane = self.builder.lanes[row.rank, row.incarnation]
         return max(0.0, min(now, lane.end_s if lane.end_s is not None else now) - max(since, lane.start_s))
 
-    def row(self, lanes: list[WorkerTimeline], now: float) -> WorkerRow:
+    def row(self, lanes: list[WorkerTimeline], now: float, waits_for: set[int]) -> WorkerRow:
         lane = lanes[-1]
         process = (lane.worker, lane.incarnation)
         cutter = self.cutter(process)
         assert cutter is not None
         state, since_s, reason = self.state_of(lane)
-        waits_for = {each for (_, worker), named in self.parked.items() if worker == lane.worker for each in named}
         done = cutter.done
         until = lane.end_s if lane.end_s is not None else now
         recent = [each for each in done if each.end_s > until - RATE_S] or done[-2:]
         passed_s = until - recent[0].start_s if recent else 0.0
         last = done[-10:]
         since = max(now - WINDOW_S, lane.start_s)
-        waited = sum(max(0.0, span.end_s - max(span.start_s, since)) for span in lane.spans if span.kind == "wait")
+        waited = max(0.0, cutter.waited_s)
         if state == shown.WAITS:
             waited += max(0.0, now - max(since_s, since))
         stale = [versions for _, worker, versions in self.staleness if worker == lane.worker][-20:] if (
