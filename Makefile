@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-ci test-gpu test-all check clean
+.PHONY: setup demo browser test test-ci test-gpu test-all check clean
 
 setup: $(STAMP)
 
@@ -34,8 +34,15 @@ test: setup
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Tests in a browser need Chromium; without it, and where it cannot be installed, they are skipped.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	echo "no chromium here: tests in a browser will be skipped"
+
 # What takes longer and rarely breaks.
-test-ci: setup
+test-ci: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "ci and not long"
 
 # What needs a GPU; skipped, with the reason, where there is none. The interpreter may be another one, with its own torch:
