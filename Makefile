@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo browser test test-ci test-gpu test-all check clean
+.PHONY: setup demo browser test test-ci test-gpu test-all docs check clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,11 @@ test-gpu:
 test-all: test test-ci
 	$(BIN)/python -m pytest -n 1 -m long
 
+# The documentation as a site, in site/; a link that leads nowhere is an error.
+docs: setup
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet --strict
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,4 +68,4 @@ check: setup
 	$(MAKE) test
 
 clean:
-	rm -rf $(VENV) demo runs build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site demo runs build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis

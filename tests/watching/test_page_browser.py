@@ -38,7 +38,7 @@ def picture(browser: Browser, name: str) -> None:
     """Looks at the page in both widths: nothing is wider than the window."""
     for width in (1400, 400):
         browser.resize(width, 1500)
-        frames = browser.js("return paceline.frames")
+        frames = browser.js("dispatchEvent(new Event('resize')); return paceline.frames")
         browser.until(lambda before=frames: browser.js("return paceline.frames") > before)
         assert browser.js("return document.documentElement.scrollWidth") <= width
         if folder := os.environ.get("SCREENSHOTS"):

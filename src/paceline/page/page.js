@@ -60,6 +60,7 @@ function header(run) {
   const facts = [run.policy, run.script, `${present} of ${run.workers_wanted} ${noun}s`];
   if (!run.peers) facts.push(`${run.servers} server${run.servers === 1 ? "" : "s"}`);
   if (run.target) facts.push(`target ${run.target}`);
+  if (run.state === "lost") facts.unshift("its driver ended without a word");
   say(at("facts"), facts.filter(Boolean).join(" · "));
   say(at("left"), run.left_s === null ? "" : `about ${duration(run.left_s)} left, ${run.left_how}`);
   for (const each of document.querySelectorAll(".noun")) say(each, noun);
@@ -67,7 +68,7 @@ function header(run) {
   const count = at("count");
   if (count.dataset.known !== String(run.servers)) { count.dataset.known = count.value = String(run.servers); }
   at("resize").hidden = run.peers;
-  document.querySelectorAll("#controls button").forEach((each) => { each.hidden = run.state !== "runs"; });
+  at("controls").hidden = document.body.dataset.control !== "yes" || run.state !== "runs";
 }
 
 function findings(run) {
@@ -248,6 +249,7 @@ function draw() {
   bars(at("by-worker"), run.waiting_by_worker, (rank) => `${run.peers ? "peer" : "worker"} ${rank}`);
   bars(at("by-reason"), run.waiting_by_reason, (reason) => reason || "–");
   charts(run); happenings(run);
+  void document.body.offsetHeight;  // the layout is part of the frame
   measures.frames++; measures.time_s = run.time_s;
   measures.last_ms = performance.now() - began;
   measures.longest_ms = Math.max(measures.longest_ms, measures.last_ms);
@@ -261,7 +263,6 @@ source.onmessage = (event) => { latest = JSON.parse(event.data); at("lost").hidd
 source.onerror = () => { at("lost").hidden = false; };
 
 if (document.body.dataset.control === "yes") {
-  at("controls").hidden = false;
   const buttons = at("controls").querySelectorAll("button");
   const control = async (what, body) => {
     buttons.forEach((each) => { each.disabled = true; });

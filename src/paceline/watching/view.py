@@ -180,7 +180,8 @@ class RunWatch:
             self.asked.setdefault((event.pull.worker, event.pull.incarnation), set()).add(shard)
         elif type(event) is ServersChanged:
             if self.servers and self.servers != len(event.nbytes):
-                text = f"{len(event.nbytes)} servers instead of {self.servers}"
+                count = len(event.nbytes)
+                text = f"{count} server{'s' * (count != 1)} instead of {self.servers}"
                 self.happenings.append(Happening(at, text, "membership"))
             self.servers, self.slices = len(event.nbytes), event.nbytes
         self.servers = max(self.servers, shard + 1)
