@@ -66,7 +66,8 @@ def followed(run: Run, slow: int | None, cause: str, begins: int, score: Score) 
             for found in view.findings:
                 if found.rank == slow and not found.who.startswith("server"):
                     if not named:
-                        score.delays.append(view.workers[slow].iteration - begins)
+                        done = watch.cutters[found.rank, 0].done
+                        score.delays.append(sum(each.index >= begins for each in done))
                     named = True
                     right |= found.cause == cause
                 else:

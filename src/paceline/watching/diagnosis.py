@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import comb
 from statistics import median
 
 from paceline.core.step_times import TurnRow
@@ -27,6 +28,10 @@ SLOWER = 1.3
 """So many times as long as the others' the median of its iterations must be,"""
 EACH_SLOWER = 1.2
 """so many times as long each of them,"""
+WINDOWS = (6, 8, 10, 12, 16, 24)
+LOOKED_BACK = 48
+CHANCE = 1e-5
+"""So improbable it must be that so many of its latest iterations, in one of these windows, are long by chance."""
 LEAST_S = 0.003
 """and by so many seconds at least."""
 STUCK_S, STUCK_TIMES = 1.0, 6.0
@@ -103,6 +108,8 @@ def slow_worker(
     if long.count(False) > 1 or not any(long[-2:]):
         return None
     others = {other: recent for other, recent in known.items() if other != rank}
+    if is_chance(seen, rank, usual, others):
+        return None
     parts = excess(mine, list(others.values()))
     cause, why = cause_of(seen, rank, parts, mine, others)
     done = seen.cutters[rank].done
@@ -130,6 +137,22 @@ def slow_worker(
     return Finding(
         who, rank, cause, since_s, from_start and not longer, own / usual, cost_s, saying, why, evidence, remedies(slow)
     )
+
+
+def is_chance(seen: Seen, rank: int, usual: float, others: Collection[int]) -> bool:
+    """Whether its latest iterations might be long by chance, as some of the others' are."""
+
+    def long(rank: int, last: int) -> int:
+        return sum(each.own_s > EACH_SLOWER * usual for each in seen.cutters[rank].done[-last:])
+
+    share = median(long(other, LOOKED_BACK) / len(seen.cutters[other].done[-LOOKED_BACK:]) for other in others)
+    windows = (last for last in WINDOWS if last <= max(LAST, len(seen.cutters[rank].done)))
+    return all(chance(last, long(rank, last), share) > CHANCE for last in windows)
+
+
+def chance(drawn: int, least: int, share: float) -> float:
+    """Returns how probable it is that so many or more of those drawn are of a kind that has this share of all."""
+    return sum(comb(drawn, k) * share**k * (1 - share) ** (drawn - k) for k in range(least, drawn + 1))
 
 
 def stuck_worker(seen: Seen, rank: int, usual: float) -> Finding | None:

@@ -56,6 +56,7 @@ from paceline.runtime.live.driver.server_startup import ServerStartup
 from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.driver.shutdown_signals import ShutdownSignals
 from paceline.runtime.live.driver.time_limits import TimeLimits
+from paceline.runtime.live.driver.waited_for import WaitedFor
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.driver.worker_restarts import WorkerRestarts
 from paceline.runtime.live.messaging.unix_sockets import Listener, Waiter
@@ -245,6 +246,13 @@ def assemble(
         else:
             roster.remove(leave.rank, leave.incarnation, leave.finished)
 
+    waited_for = WaitedFor(kept, say)
+
+    def take_status(status: wire.Status) -> None:
+        health.take_status(status)
+        if not status.shard and state.begun and not state.stopping:
+            waited_for.look({rank: seen for rank, seen in health.status.items() if rank in roster.members})
+
     def take_peer_status(status: wire.PeerStatus) -> None:
         if peers.take_status(status):
             health.take_peer(status)
@@ -270,7 +278,7 @@ def assemble(
         wire.Without: peers.go_without,
         wire.Ready: startup.ready,
         wire.Rejected: health.take_rejected,
-        wire.Status: health.take_status,
+        wire.Status: take_status,
         wire.PeerStatus: take_peer_status,
         wire.Due: take_due,
         wire.Saved: take_saved,
