@@ -71,3 +71,10 @@ def test_the_part_that_is_longer_is_the_cause(mine: StepRow | None, cause: str) 
     found, why = computing_cause(slow, others)
     assert found == cause
     assert ("does not say" in why) == (mine is None)
+
+
+@pytest.mark.parametrize(("seed", "twentieth"), [(0, 5), (6, 14), (12, 10), (39, 4)])
+def test_some_long_iterations_in_a_row_are_chance_where_the_others_have_them_too(seed: int, twentieth: int) -> None:
+    run = simulated("bsp", "random-slowdown:factor=4,compute_s=0.02", seed=seed)
+    watch, now = watched(run, run.time_s * twentieth / 20)
+    assert watch.snapshot(now, shown.RUNS).findings == []

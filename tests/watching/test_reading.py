@@ -107,6 +107,7 @@ def test_the_time_that_is_left() -> None:
     falling = [(float(at), 100.0 * 0.5**at) for at in range(12)]
     left, _ = time_left(11.0, "loss<=0.01", {"loss": falling}, None, [])
     assert left == pytest.approx(13.29 - 11.0, abs=0.1)
+    assert time_left(11.0, "loss<=1.e.0", {"loss": falling}, None, []) == (None, "")
     rising = [(float(at), 0.05 * at) for at in range(12)]
     assert time_left(11.0, "accuracy=0.8", {"accuracy": rising}, None, [])[0] == pytest.approx(5.0, abs=0.1)
     assert time_left(11.0, "loss<=0.01", {"loss": rising}, None, []) == (None, "")

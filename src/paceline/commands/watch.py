@@ -21,6 +21,7 @@ from paceline.errors import ConfigError, printable
 from paceline.watching import snapshot as shown
 from paceline.watching.run_reader import RunReader
 from paceline.watching.snapshot import Snapshot, WorkerRow
+from paceline.watching.time_left import duration
 
 EVERY_S = 0.5
 SETTLE_S = 1.2
@@ -156,11 +157,6 @@ def facts(view: Snapshot) -> list[str]:
     if view.left_s is not None:
         lines.append(f"about {duration(view.left_s)} left, {view.left_how}")
     return lines
-
-
-def duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
 
 
 def render(view: Snapshot, most: int, width: int = 100) -> RenderableType:

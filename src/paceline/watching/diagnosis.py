@@ -30,7 +30,7 @@ EACH_SLOWER = 1.2
 """so many times as long each of them,"""
 WINDOWS = (6, 8, 10, 12, 16, 24)
 LOOKED_BACK = 48
-CHANCE = 1e-5
+CHANCE = 1e-6
 """So improbable it must be that so many of its latest iterations, in one of these windows, are long by chance."""
 LEAST_S = 0.003
 """and by so many seconds at least."""
@@ -145,7 +145,10 @@ def is_chance(seen: Seen, rank: int, usual: float, others: Collection[int]) -> b
     def long(rank: int, last: int) -> int:
         return sum(each.own_s > EACH_SLOWER * usual for each in seen.cutters[rank].done[-last:])
 
-    share = median(long(other, LOOKED_BACK) / len(seen.cutters[other].done[-LOOKED_BACK:]) for other in others)
+    # Half a long one more than were seen: of few iterations it is not known that none is ever long.
+    share = median(
+        (long(other, LOOKED_BACK) + 0.5) / (len(seen.cutters[other].done[-LOOKED_BACK:]) + 1) for other in others
+    )
     windows = (last for last in WINDOWS if last <= max(LAST, len(seen.cutters[rank].done)))
     return all(chance(last, long(rank, last), share) > CHANCE for last in windows)
 

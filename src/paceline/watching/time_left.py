@@ -34,10 +34,13 @@ def time_left(
         longest = max(times)
         return (longest, f"until all have done {iterations} iterations, at their present rates") if (
             longest < MOST_S) else (None, "")  # fmt: skip
-    found = re.match(r"\s*([^<>=\s]+)\s*(<=|>=|=)\s*(\S+)", target or "")
+    found = re.match(r"\s*([^<>=\s]+)\s*(<=|>=|=)\s*([\d.e+-]+)\s*$", target or "")
     if found is None or found[1] not in metrics:
         return None, ""
-    left = until_reached(now, metrics[found[1]], float(found[3]))
+    try:
+        left = until_reached(now, metrics[found[1]], float(found[3]))
+    except ValueError:
+        return None, ""
     return (left, f"until {found[1]} is {found[3]}, if it goes on as in the later half") if left is not None else (
         None, "")  # fmt: skip
 
@@ -56,3 +59,9 @@ def until_reached(now: float, points: Points, value: float) -> float | None:
     slope = sum((at - mean_at) * (each - mean) for at, each in later) / spread
     left = (value - mean) / slope + mean_at - now if slope else math.inf
     return max(0.0, left) if (value - later[0][1]) * slope > 0 and left < MOST_S else None
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as it is told."""
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
