@@ -13,7 +13,7 @@ from paceline.page.access import Access, Tokens
 from paceline.page.app import make_app
 from paceline.page.broadcast import Broadcast
 from paceline.page.controls import command_of
-from paceline.page.server import PageOptions, check_place
+from paceline.page.server import PageOptions, check_certificate, check_place
 from paceline.watching import driver_records
 from paceline.watching.driver_records import Begun, Logged
 
@@ -151,6 +151,8 @@ def test_beyond_loopback_only_with_tls(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         check_place("127.0.0.1", "missing.pem", "missing.pem", ())
     check_place("0.0.0.0", str(certificate), str(certificate), ("host",))
+    with pytest.raises(ConfigError, match="no certificate"):
+        check_certificate(str(certificate), str(certificate))
 
 
 def test_there_are_not_more_sessions_than_that(page: Page) -> None:

@@ -15,6 +15,7 @@ from paceline.page.access import Tokens
 from paceline.page.server import (
     LINGER_S,
     PageOptions,
+    check_certificate,
     check_installed,
     check_place,
     open_socket,
@@ -53,6 +54,7 @@ class Page:
     def main(self) -> int:
         check_installed()
         check_place(self.host, self.tls_cert, self.tls_key, self.name)
+        check_certificate(self.tls_cert, self.tls_key)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is out of range: 0 to 65535")
         if self.iterations is not None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -78,6 +79,15 @@ def check_place(host: str, certificate: str | None, key: str | None, names: tupl
         )
     if host in ("0.0.0.0", "::") and not names:
         raise ConfigError(f"--host {host} needs --name, by which browsers call this machine")
+
+
+def check_certificate(certificate: str | None, key: str | None) -> None:
+    """Refuses files that are no certificate and its key."""
+    if certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"{certificate} and {key} are no certificate and its key: {error}") from None
 
 
 def open_socket(host: str, port: int) -> socket.socket:
