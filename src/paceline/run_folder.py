@@ -8,6 +8,8 @@ model.safetensors    the model's state: `model.load_state_dict(safetensors.torch
 average.safetensors  the same with the moving average of the parameters, if one was kept (`ema`)
 durable/             the servers' logs, if they have any: see runtime/live/storage/update_log.py
 checkpoints/         see runtime/live/storage/checkpoint.py
+feed.jsonl           what the driver knows besides: its clock, what was logged and said (watching/driver_records.py)
+page.token           while its page is served: the token to see it, for Prometheus
 live.json            while it runs: where its driver listens (`paceline servers DIR N`)
 trace/               while it runs: what will be in trace.jsonl, a file for each process
 """

@@ -41,12 +41,12 @@ class Driver:
         plan.check()
         self.made_s = time.monotonic()
         self.plan = plan
-        self.say = say
         with contextlib.ExitStack() as opened:
             folder = shared_memory.RunFolder()
             opened.callback(folder.remove)
             self.traces = opened.enter_context(tracing(folder.path, self._kept_folder()))
             self.parts = assemble(plan, folder.path, self.traces, opened, say, watch, say_error)
+            self.say = self.parts.feed.telling(say)
             self.resources = opened.pop_all()
 
     def _kept_folder(self) -> Path | None:
@@ -174,4 +174,5 @@ class Driver:
             "training_s": run.time_s,
             "ending_s": max(0.0, whole_s - startup_s - run.time_s),
         }
+        parts.feed.end(run)
         return run

@@ -32,6 +32,8 @@ HELD = 128
 the encoder would have to be fetched from memory again for each."""
 HELD_S = 0.2
 """How long records are buffered, while there are new ones. A killed process loses them."""
+FEW = 6
+"""Who writes so few in that time has long iterations, and writes the next ones at once, for those who watch."""
 
 
 BLOCK, WHOLE = 64, 64
@@ -45,6 +47,7 @@ class RecordFile(Generic[T]):
     """What one node records, written while it runs. What a killed process had not flushed is lost."""
 
     suffix: ClassVar[str] = SUFFIX
+    few: ClassVar[int] = 0
 
     def __init__(self, folder: Path, node: Node, incarnation: int) -> None:
         self.path = folder / f"{node.role}-{node.rank}.{incarnation}{self.suffix}"
@@ -53,6 +56,8 @@ class RecordFile(Generic[T]):
         self.held: list[T] = []
         """Records that are not written yet."""
         self.written_s = 0.0
+        self.at_once = 0
+        """So many records more are written as they come."""
 
     def follow(self, incarnation: int) -> int:
         """Appends to the file of an earlier incarnation instead of its own; returns how many records that has."""
@@ -70,6 +75,10 @@ class RecordFile(Generic[T]):
     def write(self, record: T) -> None:
         self.held.append(record)
         if len(self.held) >= HELD or time.monotonic() - self.written_s > HELD_S:
+            self.at_once = self.few if len(self.held) < self.few else 0
+            self.flush()
+        elif self.at_once:
+            self.at_once -= 1
             self.flush()
 
     def flush(self) -> None:
@@ -104,6 +113,8 @@ class RecordFile(Generic[T]):
 
 class TraceFile(RecordFile[Record]):
     """The trace of one node."""
+
+    few = FEW
 
 
 class TimesFile(RecordFile[Row]):
