@@ -74,12 +74,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(f"paceline.Optimizer wraps a torch.optim optimizer, got {type(inner).__name__}")
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-        self.param_groups = inner.param_groups
-        self.state = inner.state
-        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        self.share(inner)
         extras = read_options(options) if isinstance(options, str) else options
         self.local = LocalSteps(inner, extras)
         if overlap and extras.clip is not None:
@@ -103,6 +98,15 @@ class Optimizer(torch.optim.Optimizer):
         )
         participation.before_leaving = self.schedulers.report_last
         self.live = LiveSteps(participant, inner, extras.clip, self.schedulers)
+
+    def share(self, inner: torch.optim.Optimizer) -> None:
+        """Makes this an optimizer that has the groups, the state and the hooks of another."""
+        torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
 
     def _describe(self, model: nn.Module | None, extras: Extras, slicing: str) -> ModelDescription:
         from paceline.runtime.live.trainer.model_description import ModelDescription

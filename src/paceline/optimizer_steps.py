@@ -105,10 +105,7 @@ class LiveSteps:
 
     def exchange(self, weight: float | None = None) -> None:
         """Hands the gradients in; returns when the model holds the parameters of the next iteration."""
-        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
-            raise PacelineError(
-                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made"
-            )
+        self.check_frozen()
         groups = self.inner.param_groups
         if self.norm is not None:
             clip(groups, self.norm)
@@ -116,6 +113,13 @@ class LiveSteps:
         self.participant.slow_down(self.started)
         self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups), weight)
         self.participant.pass_slow_link()
+
+    def check_frozen(self) -> None:
+        """Refuses a gradient of a parameter that was frozen."""
+        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
+            raise PacelineError(
+                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made"
+            )
 
     def skip(self) -> None:
         """Hands in an iteration without a gradient."""

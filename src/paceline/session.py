@@ -115,7 +115,9 @@ def run_of_worker() -> RunConnection | None:
     here = init()
     here.check_is_mine("made a paceline.Optimizer")
     if here.live is not None:
-        raise PacelineError("a worker has one paceline.Optimizer: give it all parameters, in groups if need be")
+        raise PacelineError(
+            "a worker has one paceline.Optimizer: give several torch optimizers to paceline.optimizers(...) at once"
+        )
     return here.run
 
 
