@@ -61,7 +61,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    live: LiveSteps | None = None
+    live: LiveSteps | None
     """The steps of a live run; None in a world of one."""
 
     def __init__(
@@ -101,6 +101,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def share(self, inner: torch.optim.Optimizer) -> None:
         """Makes this an optimizer that has the groups, the state and the hooks of another."""
+        self.live = None
         torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
         self.inner = inner
         self.param_groups = inner.param_groups

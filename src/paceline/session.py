@@ -182,6 +182,20 @@ def barrier() -> None:
         wait_before_training(here.run)
 
 
+def has_begun() -> bool:
+    """Returns whether the run of this process trains already, with it or without."""
+    from paceline.runtime.live.trainer.startup import BEGUN
+
+    run = init().run
+    return run is not None and (run.folder / BEGUN).exists()
+
+
+def retire() -> None:
+    """Train no more: nobody waits for this worker from now on, and the script goes on."""
+    if (live := world().live) is not None:
+        live.retire()
+
+
 def stop() -> None:
     """End the run, for all: every worker finishes the iteration it is in, and nobody begins another.
 
