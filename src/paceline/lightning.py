@@ -26,6 +26,8 @@ from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
 from paceline.optim import Optimizer, read_options
 from paceline.several_optimizers import optimizers as wrap_all
+from paceline.tensors.optimizers import Extras
+from paceline.trainer_clipping import with_clipping
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
         self.wrapped: tuple[Optimizer, ...] = ()
         self.samplers: dict[int, data.Sampler[int]] = {}
         """By the data set: a loader that is made anew goes on with the sampler it had."""
+        self.taken: float | None = None
+        """The norm that the trainer was to clip gradients to."""
         rank_zero_only.rank = self.global_rank
 
     @classmethod
@@ -124,18 +128,29 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
         inner: list[torch.optim.Optimizer] = list(super().optimizers)
         if self.wrapped or not inner:
             return
+        options = self._take_clipping()
         if len(inner) == 1:
-            self.wrapped = (Optimizer(inner[0], self.policy, self.lightning_module, self.overlap, self.options),)
+            self.wrapped = (Optimizer(inner[0], self.policy, self.lightning_module, self.overlap, options),)
         elif self.overlap:
             raise ConfigError("overlap=True is for one optimizer")
         else:
-            self.wrapped = wrap_all(*inner, policy=self.policy, model=self.lightning_module, options=self.options)
+            self.wrapped = wrap_all(*inner, policy=self.policy, model=self.lightning_module, options=options)
         self.optimizers = list(self.wrapped)
         for configured in self.lr_scheduler_configs:
             try:
                 self.wrapped[0].attach(configured.scheduler)
             except ConfigError as error:
                 logger.warning(f"WARNING: it begins afresh when the run is resumed: {error}")
+
+    def _take_clipping(self) -> Extras:
+        """Has the servers clip the mean gradient, in place of the trainer, if it is to be clipped by its norm."""
+        module = self.lightning_module
+        trainer = module.trainer
+        own = type(module).configure_gradient_clipping is not pl.LightningModule.configure_gradient_clipping
+        if own or trainer.gradient_clip_algorithm == "value":
+            return with_clipping(self.options, None, self.policy)
+        self.taken, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+        return with_clipping(self.options, self.taken, self.policy)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Has `paceline.Sampler` deal the training data, if the loader has a sampler of its own making."""
@@ -200,6 +215,8 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
 
     def on_train_end(self) -> None:
         """Leaves the run, so that nobody waits for this worker; the script goes on."""
+        if self.taken is not None:
+            self.lightning_module.trainer.gradient_clip_val = self.taken
         if self.world.live is None:
             return
         if self.is_global_zero and not self.world.end:

@@ -15,6 +15,7 @@ parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--precision", default="32-true")
 parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--clip", type=float)
 parser.add_argument("--ckpt")
 parser.add_argument("--gan", action="store_true")
 options = parser.parse_args()
@@ -81,6 +82,7 @@ trainer = pl.Trainer(
     max_epochs=options.epochs,
     accumulate_grad_batches=options.accumulate,
     precision=options.precision,
+    gradient_clip_val=options.clip,
     callbacks=[pl.callbacks.ModelCheckpoint(monitor="val_loss", dirpath="best", filename="best")],
     logger=pl.loggers.CSVLogger("."),
     enable_progress_bar=False,
