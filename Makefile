@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt src/paceline/tensors/_passes.c src/pace
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (torch, ray, trainers and small packages; minutes the first time)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev,ray,lightning,transformers]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev,ray,lightning,transformers,accelerate]'
 	@touch $@
 
 # The same policies twice: in virtual time, then in real processes on this machine.

@@ -63,6 +63,8 @@ class Optimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     live: LiveSteps | None
     """The steps of a live run; None in a world of one."""
+    next_weight: float | None = None
+    """What the gradient of the next step weighs, if `step` is not told: for loops that are not the script's."""
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class Optimizer(torch.optim.Optimizer):
         gradient counts beside the others', as its tokens; if it is not given, the samples drawn from a
         `paceline.Sampler` for this step, and 1 without one.
         """
+        weight = self.next_weight if weight is None else weight
         if weight is not None:
             check_weight(weight)
         if self.live is None or self.live.participant.steps_here:

@@ -45,7 +45,10 @@ def optimizers(
     if policy is not None:
         policies.parse(policy)
     if session.init().run is None:
-        return tuple(Optimizer(each, options=extras) for each in inner)
+        alone = tuple(OneAlone(each, options=extras) for each in inner)
+        for each in alone:
+            each.every = alone
+        return alone
     joined = join(inner)
     whole = Optimizer(joined, policy, model, options=extras)
     return tuple(OneOfSeveral(whole, each, extras) for each in inner)
@@ -132,6 +135,16 @@ class JoinedSteps(LiveSteps):
     def fetch_state(self) -> Any:
         own = {id(tensor) for tensor in self.trained}
         return (each for each in self.whole.fetch_state() if id(each[0]) in own)
+
+
+class OneAlone(Optimizer):
+    """One of several optimizers in a world of one."""
+
+    every: Sequence[Optimizer] = ()
+
+    @property
+    def global_step(self) -> int:
+        return sum(each.local.count for each in self.every)
 
 
 class OneOfSeveral(Optimizer):

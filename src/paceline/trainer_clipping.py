@@ -1,8 +1,8 @@
 """Where a trainer's clipping of gradients happens in a run: on the servers, to the mean, wherever that is possible.
 
-Trainers clip what DDP has averaged. The gradients of a paceline worker are its own, so the strategy takes the norm away
-from the trainer and says it to `paceline.Optimizer`: `clip_mean` under a policy that steps on a mean, which bsp needs to
-equal one process, else `clip`, by which each worker clips its own gradient.
+Trainers clip what DDP has averaged. The gradients of a paceline worker are its own, so the norm is taken away from the
+trainer and said to `paceline.Optimizer`: `clip_mean` under a policy that steps on a mean, which bsp needs to equal one
+process, else `clip`, by which each worker clips its own gradient.
 """
 
 from __future__ import annotations

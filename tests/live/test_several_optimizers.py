@@ -111,6 +111,7 @@ def test_in_a_world_of_one_each_takes_its_own_steps() -> None:
     opts = paceline.optimizers(MAKE["adam"](nets["critic"]), MAKE["adam"](nets["maker"]), model=nets)
     train(nets, opts, slice(None))
     assert largest_difference(dict(nets.named_parameters()), alone("adam")) == 0
+    assert [opt.global_step for opt in opts] == [2 * STEPS] * 2, "as in a live run"
 
 
 def test_what_cannot_be_joined_is_refused_in_one_line() -> None:

@@ -25,7 +25,9 @@ def assert_equal(one: Path, other: Path) -> None:
     assert first["global_step"] == second["global_step"] > 0
 
 
-@pytest.mark.parametrize("kind", [("--clip", 0.1), ("--accumulate", 2), ("--gan",), ("--precision", "64-true", "--workers", 1)])
+@pytest.mark.parametrize(
+    "kind", [("--clip", 0.1), ("--accumulate", 2), ("--gan",), ("--precision", "64-true", "--workers", 1)]
+)
 def test_under_bsp_it_equals_one_process_on_the_joined_batch(kind: tuple[object, ...], tmp_path: Path) -> None:
     alone(SCRIPT, tmp_path / "one", "--batch", 24, *kind)
     printed = together(SCRIPT, tmp_path / "two", "bsp", *kind)
