@@ -22,6 +22,7 @@ from paceline import policies, session
 from paceline.core import spec
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
+from paceline.half_precision import Masters, need_masters
 from paceline.lr_schedulers import LRSchedulers, Scheduler
 from paceline.optimizer_steps import LiveSteps, LocalSteps, check_weight, tensors_of, trained_and_frozen
 from paceline.runtime.live.system.training_end import Stopped
@@ -91,6 +92,8 @@ class Optimizer(torch.optim.Optimizer):
             self.schedulers = LRSchedulers(inner)
             return
         described = self._describe(model, extras, run.config.slicing)
+        if overlap and self.masters is not None:
+            raise ConfigError("overlap=True sends float32 gradients while backward runs: these parameters are halves")
         participant, begin = session.take_part(run, described, chosen, overlap, inner, self.local.scheduled_step)
         for group, current in zip(self.param_groups, begin.hyper or (), strict=False):
             group.update(current)
@@ -100,6 +103,8 @@ class Optimizer(torch.optim.Optimizer):
         )
         participation.before_leaving = self.schedulers.report_last
         self.live = LiveSteps(participant, inner, extras.clip, self.schedulers)
+        if self.masters is not None:
+            self.live.follow(self.masters)
 
     def share(self, inner: torch.optim.Optimizer) -> None:
         """Makes this an optimizer that has the groups, the state and the hooks of another."""
@@ -122,9 +127,13 @@ class Optimizer(torch.optim.Optimizer):
             for position, tensor in enumerate(group["params"])
         ]
         described = describe(self.inner, extras)
-        layout = layout_of((triple for triple in triples if triple[1].requires_grad), described.borders, slicing)
-        described.check(layout)
         trained, _ = trained_and_frozen(self.inner)
+        self.masters = Masters(trained) if need_masters(trained) else None
+        tensors = self.masters.masters if self.masters is not None else trained
+        places = [(name, group) for name, tensor, group in triples if tensor.requires_grad]
+        named = [(name, tensor, group) for (name, group), tensor in zip(places, tensors, strict=True)]
+        layout = layout_of(named, described.borders, slicing)
+        described.check(layout)
         ids = {id(tensor) for tensor in trained}
         buffers = dict(model.named_buffers()) if model is not None else {}
         frozen = {name: tensor for name, tensor, _ in triples} | given
@@ -132,7 +141,8 @@ class Optimizer(torch.optim.Optimizer):
         learned = state.from_torch(self.inner, trained, layout)
         every = model.named_parameters(remove_duplicate=False) if model is not None else ()
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
-        return ModelDescription(layout, list(trained), described, learned, others, buffers, aliases, model)
+        rounded = self.masters is not None
+        return ModelDescription(layout, list(tensors), described, learned, others, buffers, aliases, model, rounded)
 
     def step(self, closure: Callable[[], Any] | None = None, weight: float | None = None) -> Any:
         """One iteration: run `closure` (zero_grad, forward, backward, return the loss), then exchange.

@@ -106,7 +106,7 @@ class JoinedSteps(LiveSteps):
         self.joined = whole.inner
         self.local = local
         own = {id(tensor) for tensor in self.trained}
-        self.places = [index for index, tensor in enumerate(self.whole.trained) if id(tensor) in own]
+        self.places = {index for index, tensor in enumerate(self.whole.trained) if id(tensor) in own}
         self.stepping = self.whole.stepping
 
     def compute(self, closure: Callable[[], Any] | None) -> Any:
@@ -119,9 +119,8 @@ class JoinedSteps(LiveSteps):
             clip(self.inner.param_groups, self.norm)
         self.schedulers.report()
         self.participant.slow_down(self.whole.started)
-        gradients: list[Tensor | None] = [None] * len(self.whole.trained)
-        for place, tensor in zip(self.places, self.trained, strict=True):
-            gradients[place] = tensor.grad
+        every = self.whole.gradients()
+        gradients = [each if place in self.places else None for place, each in enumerate(every)]
         self.joined.__dict__["step"] = self.local.scheduled_step  # what a peer's step calls
         self.participant.exchange(gradients, self.whole.hyper.of(self.joined.param_groups), weight)
         self.participant.pass_slow_link()

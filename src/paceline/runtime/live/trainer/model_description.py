@@ -37,6 +37,8 @@ class ModelDescription:
     """Second names of tied weights."""
     module: nn.Module | None = None
     """The model itself, if the script has named it."""
+    rounded: bool = False
+    """Whether `tensors` are masters in float32 of parameters in half precision."""
 
     def digest(self, policy: Policy | None) -> str:
         """Returns a text that must be the same on every worker."""

@@ -58,6 +58,9 @@ class Participant(Protocol):
     def pass_slow_link(self) -> None:
         """Takes the time that the parameters need on a scenario's slow connection."""
 
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Has `follow` called whenever the model's tensors have got parameters of the servers."""
+
     def fetch_state(self) -> Sequence[Mapping[str, Tensor]]:
         """Returns what servers' optimizers have learned about each trained tensor; nothing if there are none."""
 
