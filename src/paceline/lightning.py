@@ -13,8 +13,8 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,8 +72,8 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
         self.parallel_devices: list[torch.device] | None = None
         """Those of the trainer, which sets them: this worker takes one of them, by its rank."""
         self.wrapped: tuple[Optimizer, ...] = ()
-        self.samplers: dict[int, data.Sampler[int]] = {}
-        """By the data set: a loader that is made anew goes on with the sampler it had."""
+        self.dealt: list[tuple[object, paceline.Sampler]] = []
+        """Data sets, and their samplers: a loader that is made anew goes on with the sampler it had."""
         self.taken: float | None = None
         """The norm that the trainer was to clip gradients to."""
         rank_zero_only.rank = self.global_rank
@@ -173,10 +173,11 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
         return self._with_sampler(dataloader)
 
     def _with_sampler(self, loader: data.DataLoader[Any]) -> data.DataLoader[Any]:
-        known = self.samplers.get(id(loader.dataset))
+        known = next((sampler for dataset, sampler in self.dealt if dataset is loader.dataset), None)
         if known is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            known = self.samplers[id(loader.dataset)] = paceline.Sampler(loader.dataset, seed=seed)  # type: ignore[arg-type]
+            known = paceline.Sampler(cast(Sized, loader.dataset), seed=seed)
+            self.dealt.append((loader.dataset, known))
         dealt = copy.copy(loader)
         batches = data.BatchSampler(known, loader.batch_size or 1, loader.drop_last)
         dealt.__dict__.update(sampler=known, batch_sampler=batches if loader.batch_size is not None else None)
