@@ -82,7 +82,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the type che
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the first worker only."""
         if self.is_main_process:
-            print(*args, **kwargs)
+            super().print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
         """Waits until all live workers wait here."""
