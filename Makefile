@@ -11,9 +11,9 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt src/paceline/tensors/_passes.c src/paceline/runtime/live/messaging/_checksum.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (torch, ray and a few small packages; minutes the first time)"
+	@echo "setting up $(VENV) (torch, ray, trainers and small packages; minutes the first time)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev,page,ray,tensorboard]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev,page,ray,tensorboard,lightning,transformers,accelerate]'
 	@touch $@
 
 # The same policies twice: in virtual time, then in real processes on this machine.

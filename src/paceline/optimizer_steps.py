@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.messages import MOST_WEIGHT
 from paceline.errors import ConfigError, PacelineError
+from paceline.half_precision import Masters, widened
 from paceline.local_training import RoundsAlone
 from paceline.lr_schedulers import LRSchedulers
 from paceline.tensors.optimizers import Extras, hyper_of
@@ -86,6 +87,21 @@ class LiveSteps:
         """Held by the thread that is in a step."""
         self.started = time.monotonic()
         """When the present iteration began."""
+        self.masters: Masters | None = None
+        """The float32 masters of parameters in half precision."""
+
+    def follow(self, masters: Masters) -> None:
+        """Has the model have what the servers answer for its masters, rounded."""
+        self.masters = masters
+        masters.round()
+        self.participant.after_load(masters.round)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Returns the gradients of the trained tensors, as they are pushed."""
+        if self.masters is None:
+            return [tensor.grad for tensor in self.trained]
+        self.masters.check()
+        return [widened(tensor.grad) for tensor in self.trained]
 
     def acquire(self) -> None:
         """Begins a step, unless one is under way in another thread."""
@@ -115,10 +131,7 @@ class LiveSteps:
 
     def exchange(self, weight: float | None = None) -> None:
         """Hands the gradients in; returns when the model holds the parameters of the next iteration."""
-        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
-            raise PacelineError(
-                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made"
-            )
+        self.check_frozen()
         groups = self.inner.param_groups
         if self.norm is not None:
             clip(groups, self.norm)
@@ -127,8 +140,16 @@ class LiveSteps:
         self.schedulers.report()
         self.participant.slow_down(self.started)
         clock.injected()
-        self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups), weight)
+        self.participant.exchange(self.gradients(), self.hyper.of(groups), weight)
         self.participant.pass_slow_link()
+
+    def check_frozen(self) -> None:
+        """Refuses a gradient of a parameter that was frozen."""
+        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
+            raise PacelineError(
+                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made, and freeze "
+                "it after that until it is to be trained"
+            )
 
     def skip(self) -> None:
         """Hands in an iteration without a gradient."""

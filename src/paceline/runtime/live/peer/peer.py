@@ -117,6 +117,9 @@ class LivePeer:
         """The script is about to clear the gradients, of which nothing is kept."""
         self.clock.prepared()
 
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Nothing is loaded from servers: parameters in half precision are refused before."""
+
     def fetch_state(self) -> Sequence[dict[str, Tensor]]:
         return ()
 

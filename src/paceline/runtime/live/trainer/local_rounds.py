@@ -193,6 +193,9 @@ class LocalRounds:
     def hear(self) -> None:
         self.exchanger.hear()
 
+    def after_load(self, follow: Callable[[], None]) -> None:
+        self.exchanger.after_load(follow)
+
     # What else the script asks for.
 
     def log(self, values: dict[str, float]) -> None:

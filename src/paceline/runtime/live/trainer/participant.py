@@ -68,6 +68,9 @@ class Participant(Protocol):
     def hear(self) -> None:
         """Hears what the driver says, now and then, while the script is in a round of local steps."""
 
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Has `follow` called whenever the model's tensors have got parameters of the servers."""
+
     def fetch_state(self) -> Sequence[Mapping[str, Tensor]]:
         """Returns what servers' optimizers have learned about each trained tensor; nothing if there are none."""
 

@@ -92,8 +92,8 @@ def make_abortable(executor: WorkerExecutor, model: ModelDescription, overlap: b
     if not isinstance(executor.machine, SpeculativeWorker):
         return None
     run = executor.run
-    if overlap:
-        tell_ignored(run.rank, "overlap=True")
+    if overlap or model.rounded:
+        tell_ignored(run.rank, "overlap=True" if overlap else "parameters in half precision")
         return None
     flag = AbortFlag(abort_flag.path(run.folder, run.rank, run.incarnation), create=True)
     return AbortableStep(executor, executor.orders.participation.leases, flag, run.rank, model.tensors, model.module)

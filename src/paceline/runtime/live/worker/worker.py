@@ -129,6 +129,10 @@ class LiveWorker:
 
     # What else the script asks for.
 
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Has `follow` called whenever the model's tensors have got parameters of the servers."""
+        self.executor.loaded = follow
+
     def fetch_state(self) -> Sequence[dict[str, Tensor]]:
         """Returns what the servers' optimizers have learned about each trained tensor."""
         return state.to_torch(self.executor.connections.fetch_state(self.orders.hear), self.layout)

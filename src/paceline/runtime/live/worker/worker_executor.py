@@ -45,6 +45,8 @@ class WorkerExecutor:
         """When the parameters for it were there."""
         self.timer: tuple[float, int] | None = None
         """When the worker is to pull, if it rests before: naive waiting."""
+        self.loaded: Callable[[], None] = lambda: None
+        """Called when the model's tensors have got parameters."""
         self.stretched: Compute | None = None
         """The computation that was last made as long as the scenario says."""
 
@@ -129,6 +131,7 @@ class WorkerExecutor:
                 self.trace.flush()
                 self.orders.participation.check_patience()
         self.memory.load()
+        self.loaded()
         self.ordered_at = self.run.now()
 
     def rest(self, due: float, timer: int) -> None:
