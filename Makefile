@@ -5,15 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-ci test-gpu test-all check clean
+.PHONY: setup demo browser test test-ci test-gpu test-all docs check clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt src/paceline/tensors/_passes.c src/paceline/runtime/live/messaging/_checksum.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (torch, ray and a few small packages; minutes the first time)"
+	@echo "setting up $(VENV) (torch, ray, trainers and small packages; minutes the first time)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev,ray]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,dev,page,ray,tensorboard,lightning,transformers,accelerate]'
 	@touch $@
 
 # The same policies twice: in virtual time, then in real processes on this machine.
@@ -34,8 +34,15 @@ test: setup
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Tests in a browser need Chromium; without it, and where it cannot be installed, they are skipped.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	echo "no chromium here: tests in a browser will be skipped"
+
 # What takes longer and rarely breaks.
-test-ci: setup
+test-ci: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "ci and not long"
 
 # What needs a GPU; skipped, with the reason, where there is none. The interpreter may be another one, with its own torch:
@@ -49,6 +56,11 @@ test-gpu:
 test-all: test test-ci
 	$(BIN)/python -m pytest -n 1 -m long
 
+# The documentation as a site, in site/; a link that leads nowhere is an error.
+docs: setup
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet --strict
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +68,4 @@ check: setup
 	$(MAKE) test
 
 clean:
-	rm -rf $(VENV) demo runs build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site demo runs build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -78,7 +78,8 @@ def drive(way: str, policy: str, seed: int, after_s: float) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     raise_at = 20 if way == "a worker raises" else -1
-    care = FaultPolicy(abort=way == "a worker raises", timeout_s=after_s if way == "time limit" else None)
+    limits = {"time limit": after_s, "kill a server": after_s + 1.0}  # a server that was killed is started again
+    care = FaultPolicy(abort=way == "a worker raises", timeout_s=limits.get(way))
     peers = isinstance(policies.parse(policy), PeerPolicy)
     by_script = peers and seed // len(WAYS) % 2 == 1
     plan = RunPlan(
@@ -96,9 +97,11 @@ def drive(way: str, policy: str, seed: int, after_s: float) -> None:
             if time.monotonic() > until:
                 role = "worker" if driver.parts.state.without_servers else "server"
                 victims = [child for child in driver.parts.children.values() if child.role == role]
-                if victims:
+                if victims and (role == "worker" or not killed):
+                    killed.append(victims[0])
                     victims[0].kill()
 
+        killed: list[object] = []
         until = time.monotonic() + after_s
         driver.turn = turn  # type: ignore[method-assign]
     try:

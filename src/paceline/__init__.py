@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.run import Run
     from paceline.sampling import BatchSampler, Sampler
     from paceline.session import barrier, init, log, stop
+    from paceline.several_optimizers import optimizers
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "init",
     "launch",
     "log",
+    "optimizers",
     "simulate",
     "stop",
     "zipline",
@@ -68,6 +70,7 @@ _HOMES = {
     "run": ("Run",),
     "sampling": ("BatchSampler", "Sampler"),
     "session": ("barrier", "init", "log", "stop"),
+    "several_optimizers": ("optimizers",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

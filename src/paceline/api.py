@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -171,7 +172,9 @@ def train_job_live(job: Job, *, watch: Watcher | None = None) -> Run:
                 watch=watch,
                 **(job.local.keywords() if job.local is not None else {}),
             )
+        before = time.monotonic()
         _evaluate(run, evaluation)
+        run.wall["evaluation_s"] = time.monotonic() - before
     run.config = job.config()
     return run
 

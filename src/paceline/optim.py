@@ -23,6 +23,7 @@ from paceline.core import spec
 from paceline.core.local_steps import LocalSteps, make
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
+from paceline.half_precision import Masters, need_masters
 from paceline.local_training import RoundsAlone, averaged_buffers, check_options, outer_of
 from paceline.lr_schedulers import LRSchedulers, Scheduler
 from paceline.optimizer_steps import LiveSteps, StepsHere, check_weight, tensors_of, trained_and_frozen
@@ -78,8 +79,10 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    live: LiveSteps | None = None
+    live: LiveSteps | None
     """The steps of a live run; None in a world of one."""
+    next_weight: float | None = None
+    """What the gradient of the next step weighs, if `step` is not told: for loops that are not the script's."""
 
     def __init__(
         self,
@@ -94,12 +97,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
             raise ConfigError(f"paceline.Optimizer wraps a torch.optim optimizer, got {type(inner).__name__}")
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-        self.param_groups = inner.param_groups
-        self.state = inner.state
-        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        self.share(inner)
         extras = read_options(options) if isinstance(options, str) else options
         chosen, local = choose(policy, local_steps, every_s, outer)
         if overlap and extras.clip is not None:
@@ -119,6 +117,8 @@ class Optimizer(torch.optim.Optimizer):
             self.schedulers = LRSchedulers(inner)
             return
         described = self._describe(model, extras, run.config.slicing, local)
+        if overlap and self.masters is not None:
+            raise ConfigError("overlap=True sends float32 gradients while backward runs: these parameters are halves")
         step = self.here.scheduled_step
         if local is None:
             participant, begin = session.take_part(run, described, chosen, overlap, inner, step)
@@ -132,6 +132,18 @@ class Optimizer(torch.optim.Optimizer):
         )
         participation.before_leaving = self.schedulers.report_last
         self.live = LiveSteps(participant, inner, extras.clip, self.schedulers)
+        if self.masters is not None:
+            self.live.follow(self.masters)
+
+    def share(self, inner: torch.optim.Optimizer) -> None:
+        """Makes this an optimizer that has the groups, the state and the hooks of another."""
+        self.live = None
+        torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
 
     def _describe(
         self, model: nn.Module | None, extras: Extras, slicing: str, local: LocalSteps | None
@@ -146,8 +158,15 @@ class Optimizer(torch.optim.Optimizer):
             for position, tensor in enumerate(group["params"])
         ]
         trained, _ = trained_and_frozen(self.inner)
+        self.masters = Masters(trained) if need_masters(trained) else None
+        if local is not None and self.masters is not None:
+            raise ConfigError(
+                "local steps are taken by the script's optimizer, in float32: these parameters are halves"
+            )
+        own = self.masters.masters if self.masters is not None else trained
+        places = [(name, group) for name, tensor, group in triples if tensor.requires_grad]
+        travels = [(name, tensor, group) for (name, group), tensor in zip(places, own, strict=True)]
         buffers = dict(model.named_buffers()) if model is not None else {}
-        travels = [triple for triple in triples if triple[1].requires_grad]
         if local is None:
             described = describe(self.inner, extras)
         else:
@@ -158,14 +177,15 @@ class Optimizer(torch.optim.Optimizer):
         layout = layout_of(travels, described.borders, slicing)
         described.check(layout)
         tensors = [tensor for _, tensor, _ in travels]
-        ids = {id(tensor) for tensor in tensors}
+        ids = {id(tensor) for tensor in (*trained, *tensors)}
         buffers = {name: tensor for name, tensor in buffers.items() if id(tensor) not in ids}
         frozen = {name: tensor for name, tensor, _ in triples} | given
         others = {name: tensor for name, tensor in frozen.items() if id(tensor) not in ids} | buffers
         learned = state.from_torch(self.inner, trained, layout) if local is None else state.nothing(layout)
         every = model.named_parameters(remove_duplicate=False) if model is not None else ()
         aliases = {name: names[id(tensor)] for name, tensor in every if names[id(tensor)] != name}
-        return ModelDescription(layout, tensors, described, learned, others, buffers, aliases, model, local)
+        rounded = self.masters is not None
+        return ModelDescription(layout, tensors, described, learned, others, buffers, aliases, model, local, rounded)
 
     def step(self, closure: Callable[[], Any] | None = None, weight: float | None = None) -> Any:
         """One iteration: run `closure` (zero_grad, forward, backward, return the loss), then exchange.
@@ -174,6 +194,7 @@ class Optimizer(torch.optim.Optimizer):
         gradient counts beside the others', as its tokens; if it is not given, the samples drawn from a
         `paceline.Sampler` for this step, and 1 without one.
         """
+        weight = self.next_weight if weight is None else weight
         if weight is not None:
             check_weight(weight)
         if self.live is None or self.live.participant.steps_here:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.messages import MOST_WEIGHT
 from paceline.errors import ConfigError, PacelineError
+from paceline.half_precision import Masters, widened
 from paceline.local_training import RoundsAlone
 from paceline.lr_schedulers import LRSchedulers
 from paceline.tensors.optimizers import Extras, hyper_of
@@ -92,6 +93,21 @@ class LiveSteps:
         """Held by the thread that is in a step."""
         self.started = time.monotonic()
         """When the present iteration began."""
+        self.masters: Masters | None = None
+        """The float32 masters of parameters in half precision."""
+
+    def follow(self, masters: Masters) -> None:
+        """Has the model have what the servers answer for its masters, rounded."""
+        self.masters = masters
+        masters.round()
+        self.participant.after_load(masters.round)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Returns the gradients of the trained tensors, as they are pushed."""
+        if self.masters is None:
+            return [tensor.grad for tensor in self.trained]
+        self.masters.check()
+        return [widened(tensor.grad) for tensor in self.trained]
 
     def acquire(self) -> None:
         """Begins a step, unless one is under way in another thread."""
@@ -112,6 +128,7 @@ class LiveSteps:
             return None
         barrier = self.participant.participation.barrier
         barrier.in_step = True
+        self.participant.clock.prepared()
         try:
             with torch.enable_grad():
                 return self.participant.run_closure(closure, self.started)
@@ -120,22 +137,32 @@ class LiveSteps:
 
     def exchange(self, weight: float | None = None) -> None:
         """Hands the gradients in; returns when the model holds the parameters of the next iteration."""
-        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
-            raise PacelineError(
-                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made"
-            )
+        self.check_frozen()
         groups = self.inner.param_groups
         if self.norm is not None:
             clip(groups, self.norm)
+        clock = self.participant.clock
+        clock.computed()
         self.schedulers.report()
         self.participant.slow_down(self.started)
-        self.participant.exchange([tensor.grad for tensor in self.trained], self.hyper.of(groups), weight)
+        clock.injected()
+        self.participant.exchange(self.gradients(), self.hyper.of(groups), weight)
         self.participant.pass_slow_link()
+
+    def check_frozen(self) -> None:
+        """Refuses a gradient of a parameter that was frozen."""
+        if self.frozen and any(tensor.grad is not None for tensor in self.frozen):
+            raise PacelineError(
+                "a parameter that was frozen has a gradient: unfreeze before paceline.Optimizer is made, and freeze "
+                "it after that until it is to be trained"
+            )
 
     def skip(self) -> None:
         """Hands in an iteration without a gradient."""
+        self.participant.clock.computed()
         self.schedulers.report()
         self.participant.slow_down(self.started)
+        self.participant.clock.injected()
         self.participant.skip(self.hyper.of(self.inner.param_groups))
 
     def begin_iteration(self) -> None:

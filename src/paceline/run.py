@@ -16,6 +16,7 @@ from paceline.core.machine import Machine
 from paceline.core.messages import Node
 from paceline.core.policy import PeerPolicy
 from paceline.core.shard import Shard
+from paceline.core.step_times import Row
 from paceline.core.topology import distances, neighbours
 from paceline.core.trace import Divergence, Header, Trace, replay
 from paceline.errors import ConfigError
@@ -158,6 +159,11 @@ class Run:
     """Live: the changes of the number of servers."""
     trace_is_whole: bool = True
     """False if a process had no room for the end of its trace: metrics are those of the part that is there."""
+    times: list[Row] = field(default_factory=list)
+    """Live: what iterations, and turns of servers, were spent on (`paceline.core.step_times`)."""
+    wall: dict[str, float] = field(default_factory=dict)
+    """Live: what the whole took, part by part in seconds: start-up, training (`time_s`), ending, evaluation,
+    reporting."""
     ended: str = ""
     """Live: `FINISHED` (the scripts ended), `TARGET` (reached), `STOPPED` (by `paceline.stop`), `INTERRUPTED` or
     `FAILED` (a worker has)."""
@@ -264,6 +270,7 @@ class Run:
             },
             **({"barriers": totals(self.barriers)} if self.barriers else {}),
             **({"server_changes": [each._asdict() for each in self.server_changes]} if self.server_changes else {}),
+            **({"wall": self.wall} if self.wall else {}),
             **({"staleness_by_layer": self.staleness_by_layer()} if self.layers else {}),
         }
 

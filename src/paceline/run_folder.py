@@ -3,10 +3,13 @@
 config.json          what was run, enough to run it again (`paceline resume DIR`)
 metrics.json         the summary and the history
 trace.jsonl          every event and every decision (core/trace.py)
+times.jsonl          what iterations and servers spent their time on (core/step_times.py)
 model.safetensors    the model's state: `model.load_state_dict(safetensors.torch.load_file(...))`
 average.safetensors  the same with the moving average of the parameters, if one was kept (`ema`)
 durable/             the servers' logs, if they have any: see runtime/live/storage/update_log.py
 checkpoints/         see runtime/live/storage/checkpoint.py
+feed.jsonl           what the driver knows besides: its clock, what was logged and said (watching/driver_records.py)
+page.token           while its page is served: the token to see it, for Prometheus
 live.json            while it runs: where its driver listens (`paceline servers DIR N`)
 trace/               while it runs: what will be in trace.jsonl, a file for each process
 """
@@ -27,11 +30,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import private_files
+from paceline.core.step_times import encode_rows, read_rows
 from paceline.core.trace import Trace
 from paceline.errors import ConfigError, Damaged, PacelineError, RunFailed
 from paceline.run import ON_SERVERS, Point, Run, ServerChange, Target, write_whole
 
 CONFIG, METRICS, TRACE, MODEL = "config.json", "metrics.json", "trace.jsonl", "model.safetensors"
+TIMES = "times.jsonl"
 AVERAGE = "average.safetensors"
 LIVE = "live.json"
 UNREADABLE = (
@@ -112,8 +117,9 @@ def save(folder: Path, run: Run) -> Path:
     Files appear whole or not at all. If the folder is gone it is made again, and if it has no room the model goes to
     the folder for temporary files. Raises `RunFailed` if the model cannot be written anywhere.
     """
+    began = time.monotonic()
     place = _save_model(folder, run.model())
-    metrics = {
+    metrics: dict[str, Any] = {
         "runtime": run.runtime,
         "policy": run.policy,
         "target": str(run.target) if run.target is not None else None,
@@ -129,10 +135,16 @@ def save(folder: Path, run: Run) -> Path:
     if run.average:
         optional[AVERAGE] = lambda: _save_tensors(folder / AVERAGE, run.averaged_model())
     optional[TRACE] = lambda: write_whole(folder / TRACE, run.trace.to_bytes(), private=True)
+    optional[TIMES] = lambda: write_whole(folder / TIMES, encode_rows(run.times), private=True)
+
+    def write_metrics() -> None:
+        if run.wall:
+            run.wall["reporting_s"] = time.monotonic() - began
+            metrics["summary"]["wall"] = run.wall
+        write_whole(folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n", private=True)
+
     # Last: with it the run is finished.
-    optional[METRICS] = lambda: write_whole(
-        folder / METRICS, json.dumps(metrics, indent=2).encode() + b"\n", private=True
-    )
+    optional[METRICS] = write_metrics
     for name, write in optional.items():
         try:
             write()
@@ -207,6 +219,7 @@ def _load(folder: Path, config: dict[str, Any]) -> Run:
         runtime=metrics.runtime,
         history=[msgspec.convert(list(Point.from_plain(point)), Point) for point in metrics.history],
         trace=Trace.from_bytes((folder / TRACE).read_bytes()),
+        times=read_rows((folder / TIMES).read_bytes()) if (folder / TIMES).exists() else [],
         parameters=load_file(folder / MODEL),
         time_s=summary["time_s"],
         target=Target.parse(metrics.target) if metrics.target is not None else None,
@@ -215,6 +228,7 @@ def _load(folder: Path, config: dict[str, Any]) -> Run:
         average=load_file(folder / AVERAGE) if (folder / AVERAGE).exists() else {},
         evaluated=summary.get("evaluated", ON_SERVERS),
         failures=metrics.failures,
+        wall=summary.get("wall", {}),
         ended=metrics.ended,
         consensus=metrics.consensus,
         server_changes=[ServerChange(**change) for change in summary.get("server_changes", ())],

@@ -117,7 +117,9 @@ def run_of_worker() -> RunConnection | None:
     here = init()
     here.check_is_mine("made a paceline.Optimizer")
     if here.live is not None:
-        raise PacelineError("a worker has one paceline.Optimizer: give it all parameters, in groups if need be")
+        raise PacelineError(
+            "a worker has one paceline.Optimizer: give several torch optimizers to paceline.optimizers(...) at once"
+        )
     return here.run
 
 
@@ -207,6 +209,20 @@ def barrier() -> None:
         from paceline.runtime.live.trainer.barrier_wait import wait_before_training
 
         wait_before_training(here.run)
+
+
+def has_begun() -> bool:
+    """Returns whether the run of this process trains already, with it or without."""
+    from paceline.runtime.live.trainer.startup import BEGUN
+
+    run = init().run
+    return run is not None and (run.folder / BEGUN).exists()
+
+
+def retire() -> None:
+    """Train no more: nobody waits for this worker from now on, and the script goes on."""
+    if (live := world().live) is not None:
+        live.retire()
 
 
 def stop() -> None:

@@ -51,7 +51,7 @@ def write_stripes(folder: Path, suffix: str) -> None:
         write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", labels)
 
 
-@pytest.mark.parametrize("name", ["digits", "fashion", "characters"])
+@pytest.mark.parametrize("name", ["digits", "fashion", "characters", "gan"])
 def test_an_example_is_short_enough_to_read(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80
 

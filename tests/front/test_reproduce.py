@@ -11,10 +11,12 @@ import pytest
 
 from paceline import cli, reproductions
 from paceline.reproductions import CATALOGUE, Claim, Findings
+from paceline.reproductions.async_local_sgd import AsyncLocalSGD
 from paceline.reproductions.backup_choice import BackupChoice
 from paceline.reproductions.backup_staleness import BackupStaleness
 from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Reproduction
+from paceline.reproductions.diloco import DiLoCo
 from paceline.reproductions.elasticbsp import CONNECTED, CONVOLUTIONAL, ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_pssp import FluentPSPSSP
@@ -45,6 +47,8 @@ SMALL = [
     HopStaleness(peers=6, iterations=8),
     HopSkip(peers=6, iterations=8),
     HopGraphs(peers=6, iterations=8, shares=(0.2,), sparse_to_dense=("ring", "complete")),
+    DiLoCo(workload="digits-mlp", workers=2, iterations=8, lengths=(1, 2, 4)),
+    AsyncLocalSGD(speeds=(2, 1), of_each=(1,), length=4, iterations=16, seeds=1),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -292,3 +293,30 @@ def test_a_profile_shows_the_steps() -> None:
         assert "Optimizer.step#Optimizer.step" in {event.key for event in profile.key_averages()}
 
     assert paceline.launch(work, workers=1).failures == []
+
+
+def test_an_average_of_the_weights_gradient_checkpointing_and_freezing_in_the_middle() -> None:
+    """What scripts do around a model: under bsp all is as in one process."""
+
+    def train(model: nn.Module, opt: torch.optim.Optimizer) -> torch.Tensor:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for step in range(8):
+            model[0].requires_grad_(step not in (2, 3, 4))
+            opt.zero_grad()
+            hidden = torch.utils.checkpoint.checkpoint(model[0], batch(step).requires_grad_(), use_reentrant=False)
+            model[2](model[1](hidden)).pow(2).sum().backward()
+            opt.step()
+            average.update_parameters(model)
+        return torch.stack([each.sum() for each in average.module.parameters()]).sum()
+
+    def work() -> None:
+        model = tiny()
+        opt = paceline.Optimizer(torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1), model=model)
+        paceline.log(average=train(model, opt))
+
+    run = paceline.launch(work, workers=2, servers=2, policy="bsp")
+    alone = tiny()
+    averaged = train(alone, torch.optim.Adam(alone.parameters(), lr=0.1, weight_decay=0.1))
+    assert run.failures == []
+    assert largest_difference(run.parameters, dict(alone.named_parameters())) < 1e-5
+    assert all(abs(point.values["average"] - averaged.item()) < 1e-4 for point in run.history)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
+from paceline.cluster import costs
 from paceline.errors import ConfigError
 
 MOST_WORKERS = 100_000
@@ -74,6 +75,7 @@ ALLOWED = {
     "bandwidth": "a number of bytes a second, 1 or more",
     "from_iteration": "a whole number, 0 or more",
     "until_iteration": "a whole number, 0 or more",
+    **costs.ALLOWED,
 }
 
 
@@ -86,14 +88,14 @@ def read(cls: type[T], table: Mapping[str, Any], label: str) -> T:
         try:
             msgspec.convert(value, fields[key].type)
         except msgspec.ValidationError:
-            raise ConfigError(f"{label}: {key}={value!r} must be {ALLOWED[key]}") from None
+            raise ConfigError(f"{label}: {key}={value!r} must be {ALLOWED.get(key, costs.OTHERWISE)}") from None
         least = 1 if key in ("bandwidth", "count") else 0
         numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(number, int | float) and not least <= number < math.inf for number in numbers):
-            raise ConfigError(f"{label}: {key}={value!r} is out of range: {ALLOWED[key]}")
+            raise ConfigError(f"{label}: {key}={value!r} is out of range: {ALLOWED.get(key, costs.OTHERWISE)}")
     for name, field in fields.items():
         if field.required and name not in table:
-            raise ConfigError(f"{label} lacks {name}: {ALLOWED[name]}")
+            raise ConfigError(f"{label} lacks {name}: {ALLOWED.get(name, costs.OTHERWISE)}")
     return msgspec.convert(dict(table), cls)
 
 

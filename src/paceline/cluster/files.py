@@ -27,6 +27,9 @@ are told.
     count = 3
     at_s = 5.0                       # or at_iteration = 100
 
+    [costs]                          # what exchanges cost (cluster/costs.py)
+    cores = 2
+
 docs/scenarios.md has every key. A short name means one of paceline's own files (`scenarios/`), whose top-level keys
 may be changed as in `noisy-neighbours:compute_s=0.02`.
 """
@@ -45,15 +48,19 @@ import msgspec
 from msgspec import Struct
 
 from paceline.cluster import faults_and_links
+from paceline.cluster.costs import Costs, MeasuredWorker
 from paceline.cluster.faults_and_links import Edge, Fault, Link, Resize
-from paceline.cluster.models import CATALOGUE, Cluster, Slowdown
+from paceline.cluster.model_catalogue import CATALOGUE
+from paceline.cluster.models import Cluster, Slowdown
 from paceline.core import spec
 from paceline.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "scenarios"
-TABLES = ("slowdown", "link", "edge", "fault", "servers")
+TABLES = ("slowdown", "link", "edge", "fault", "servers", "worker")
+COSTS = "costs"
 READ_AS: tuple[tuple[str, str, type[Struct]], ...] = (
     ("faults", "fault", Fault), ("resizes", "servers", Resize), ("links", "link", Link), ("edges", "edge", Edge),
+    ("measured", "worker", MeasuredWorker),
 )  # fmt: skip
 """The fields of a cluster that are lists of tables: (field, table, what each is read as)."""
 OF_ALL = tuple(field.name for field in spec.text_fields(Cluster))
@@ -111,6 +118,7 @@ def read(path: Path, changes: Mapping[str, str] | None = None) -> Cluster:
 def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
     """Makes a cluster from a table as in a TOML file. Files it names are looked for in `folder`."""
     rest = dict(table)
+    costs = rest.pop(COSTS, None)
     lists = {name: _tables(rest.pop(name, []), name) for name in TABLES}
     model = _model(rest, folder)
     entries: dict[str, Any] = {
@@ -118,6 +126,12 @@ def from_table(table: Mapping[str, Any], folder: Path | None = None) -> Cluster:
         for field, name, kind in READ_AS
     }
     also = tuple(_slowdown(each, n, folder) for n, each in enumerate(lists["slowdown"], 1))
+    if lists["worker"] and model.name != "measured":
+        raise ConfigError(f"[[worker]] is for the model measured, not for {model.name}")
+    if costs is not None:
+        if not isinstance(costs, dict):
+            raise ConfigError("costs must be a table: write [costs] above it")
+        entries["costs"] = faults_and_links.read(Costs, costs, "[costs]")
     return dataclasses.replace(model, also=also, **entries)
 
 
@@ -129,10 +143,12 @@ def to_table(cluster: Cluster) -> dict[str, Any]:
         if value is not None:
             table[field.name] = list(value) if isinstance(value, tuple) else value
     table |= {name: list(msgspec.to_builtins(getattr(cluster, field))) for field, name, _ in READ_AS}
+    if cluster.costs is not None:
+        table[COSTS] = {key: value for key, value in msgspec.to_builtins(cluster.costs).items() if value is not None}
     table["slowdown"] = []
     for slowdown in cluster.also:
         when = When(slowdown.workers, slowdown.from_iteration, slowdown.until_iteration)
-        model = {key: value for key, value in to_table(slowdown.model).items() if key not in (*TABLES, *OF_ALL)}
+        model = {key: value for key, value in to_table(slowdown.model).items() if key not in (*TABLES, *OF_ALL, COSTS)}
         table["slowdown"].append({**model, **msgspec.to_builtins(when)})
     for each in table["fault"] + table["servers"] + table["link"] + table["edge"] + table["slowdown"]:
         for key in [key for key, value in each.items() if value is None or value == math.inf]:

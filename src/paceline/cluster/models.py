@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from paceline import user_code
+from paceline.cluster.costs import Costs, MeasuredWorker, check
 from paceline.cluster.faults_and_links import Edge, Fault, Link, Resize, check_fault, check_resize, check_workers
 from paceline.cluster.trace_durations import Recording, fit_per_sample, iterations_in, mean_weight, production_job
 from paceline.core.spec import Spec, option, parameter
@@ -64,6 +65,10 @@ class Cluster(Spec):
     """The connections between two peers that are worse than the others (virtual, policies of peers)."""
     also: tuple[Slowdown, ...] = dataclasses.field(default=(), kw_only=True)
     """Further slowdowns, whose factors are multiplied."""
+    costs: Costs | None = dataclasses.field(default=None, kw_only=True)
+    """What exchanges cost, and the cores they are paid with (virtual)."""
+    measured: tuple[MeasuredWorker, ...] = dataclasses.field(default=(), kw_only=True)
+    """The workers of the model `measured`."""
     source: str = dataclasses.field(default="", kw_only=True, compare=False, repr=False)
     """Where the scenario was read, in words, if it was in a file."""
 
@@ -94,11 +99,14 @@ class Cluster(Spec):
     def slowdowns(self, worker: int, workers: int, seed: int) -> Callable[[], float]:
         """Returns a function that gives how many times slower the worker's next iteration is."""
         random = np.random.Generator(np.random.PCG64([seed, WORKER_STREAM, worker]))
-        factors = self.factors(worker, workers, random)
+        return self.with_others(self.factors(worker, workers, random), worker, workers, seed).__next__
+
+    def with_others(self, factors: Iterator[float], worker: int, workers: int, seed: int) -> Iterator[float]:
+        """Returns these factors times those of the further slowdowns."""
         for index, slowdown in enumerate(self.also, 1):
             random = np.random.Generator(np.random.PCG64([seed, WORKER_STREAM, worker, index]))
             factors = _product(factors, slowdown.factors(worker, workers, random))
-        return factors.__next__
+        return factors
 
     def link(self, worker: int) -> Link | None:
         """Returns the connection of this worker, if it has one of its own. The last that names it counts."""
@@ -117,6 +125,8 @@ class Cluster(Spec):
         if self.machines is not None and sum(self.machines) != workers:
             placed = ":".join(map(str, self.machines))
             raise ConfigError(f"machines={placed} places {sum(self.machines)} peers, there are {workers}")
+        if self.costs is not None:
+            check(self.costs, "[costs]")
         for slowdown in self.also:
             slowdown.model.validate(workers)
             check_workers("slowdown", slowdown.workers or (), workers)
@@ -294,9 +304,3 @@ class Production(Recorded):
 
     def recording(self) -> Recording:
         return production_job(self.job)
-
-
-CATALOGUE: dict[str, type[Cluster]] = {
-    cluster.name: cluster
-    for cluster in (Cluster, Factors, OneSlow, RandomSlowdown, LogNormal, Pareto, Bursts, Replay, Production)
-}

@@ -56,7 +56,8 @@ def _read(path: Path, changed: int) -> Recording:
         rank, incarnation, event = record.node.rank, record.incarnation, record.event
         if isinstance(event, GradientReady) and (rank, incarnation, event.iteration) in began:
             seconds = event.at - began.pop((rank, incarnation, event.iteration))
-            took.setdefault(rank, []).append(Iteration(seconds, event.weight))
+            step = Iteration(seconds / event.steps, event.weight / event.steps)  # of a round, all steps as the mean
+            took.setdefault(rank, []).extend([step] * event.steps)
         for action in record.actions:
             if isinstance(action, Compute):
                 began[rank, incarnation, action.iteration] = event.at

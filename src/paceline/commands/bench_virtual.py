@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench import gradients, simulator, tuner, zipline
+from paceline.bench import gradients, local_rounds, simulator, tuner, zipline
 from paceline.commands.benchmark import Benchmark, print_rows
 from paceline.commands.terminal import print_plain
 from paceline.tensors.devices import check_device
@@ -117,4 +117,54 @@ class BenchZipline(Benchmark):
             f"ms a plan, median of {self.rounds}", columns, rows,
             missing="there is no compiler for the search in C++, or the paper has no figure for this size",
         )  # fmt: skip
+        return {"rows": rows}
+
+
+@dataclass(kw_only=True)
+class BenchRounds(Benchmark):
+    """Rounds of local steps under bsp: a fixed number, by time, in proportion to speed, as ZipLine plans.
+
+    paceline bench rounds --json rounds.json                      # some minutes
+    paceline bench rounds --cluster lognormal:sigma=0.5 --rounds 32 "auto(at_least=8,at_most=64)" --target none
+    """
+
+    cluster: tuple[str, ...] = (
+        "factors:by_worker=1:1:1.5:2,compute_s=0.02",
+        "factors:by_worker=1:2:4:8,compute_s=0.02",
+        "lognormal:sigma=0.5,compute_s=0.02",
+        "random-slowdown:factor=6,compute_s=0.02",
+        "production-healthy:compute_s=0.02",
+        "production-one-slow-rank:compute_s=0.02",
+        "production-uneven-sequences:compute_s=0.02",
+    )
+    """Who is slow, and when."""
+    rounds: tuple[str, ...] = ("32", local_rounds.BY_TIME, "proportional(at_most=48)", "auto")
+    """The rules, as after local_steps=; every_s is the time of 32 steps in the mean."""
+    workers: int = 8
+    """How many workers train, where the scenario does not say."""
+    steps: int = 4000
+    """Local steps of each worker in the runs that waiting is measured in."""
+    seeds: int = 3
+    """How many seeds; the median time to the target counts."""
+    workload: str = "digits-mlp"
+    """What is trained to the target."""
+    target: str = "accuracy=0.95"
+    """What to reach; none measures waiting alone."""
+
+    def measure(self) -> dict[str, Any]:
+        target = "" if self.target == "none" else self.target
+        setting = local_rounds.Setting(self.workers, self.steps, tuple(range(self.seeds)), self.workload, target)
+        rows = local_rounds.run(setting, self.cluster, self.rounds, print_plain)
+        columns = {
+            "rounds": "{0.rounds}", "waiting": "{0.waiting:.1%}", "a round": "{0.wait_s:.3f} s",
+            "steps": "{0.steps:.0f}", "to target": "{0.time_to_target_s:.2f} s",
+            "local steps": "{0.local_steps:.0f}", "bytes": "{0.bytes:,.0f}",
+        }  # fmt: skip
+        for scenario in self.cluster:
+            mine = [row for row in rows if row.cluster == scenario]
+            title = f"{scenario}: rounds under bsp{f', to {target}' if target else ''}"
+            print_rows(title, columns, mine, text=("rounds",), missing="not measured, or most runs missed it")
+            for row in mine:
+                if row.why:
+                    print_plain(f"{row.rounds} waits no less than others: {row.why}")
         return {"rows": rows}

@@ -17,6 +17,7 @@ from paceline.commands.terminal import (
     print_evaluated,
     print_result,
     print_slices,
+    print_wall,
     show_table,
     size_of,
 )
@@ -47,6 +48,7 @@ class Compare(Training):
         where = "live, in real processes" if self.live else "in virtual time"
         show_table(runs, f"{jobs[0].workload.name}, {_size(jobs)}, {where}")
         print_slices(runs)
+        print_wall(runs)
         print_evaluated(runs)
         _print_data(jobs[0])
         _print_layers(runs)

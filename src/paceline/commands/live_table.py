@@ -13,11 +13,14 @@ from rich.text import Text
 
 from paceline.commands.terminal import console, count, described, errors
 from paceline.run import Point, Target
+from paceline.watching import driver_records
+from paceline.watching.time_left import duration, time_left
 
 if TYPE_CHECKING:
     from paceline.runtime.live.driver.assembly import Parts
 
 PLAIN_EVERY_S = 5.0
+MOST_POINTS = 400
 
 
 class LiveTable:
@@ -30,6 +33,8 @@ class LiveTable:
         self.updates = 0
         self.values: dict[str, float] = {}
         """The last value of each metric."""
+        self.heading: list[tuple[float, float | None]] = []
+        """The target's metric over time."""
         self.told = time.monotonic()
         self.seen: dict[int, tuple[float, int]] = {}
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
@@ -55,6 +60,10 @@ class LiveTable:
     def watch(self, point: Point) -> None:
         self.updates = point.updates
         self.values.update(point.values)
+        if self.target is not None and self.target.metric in point.values:
+            self.heading.append((point.time_s, driver_records.finite(point.values)[self.target.metric]))
+            if len(self.heading) > MOST_POINTS:  # every other one of the older half
+                del self.heading[1 : MOST_POINTS // 2 : 2]
         if not console.is_terminal and time.monotonic() - self.told >= PLAIN_EVERY_S:
             self.told = time.monotonic()
             console.print(self.headline(), soft_wrap=True)
@@ -70,6 +79,9 @@ class LiveTable:
             parts += [count(self.updates, "update"), *described(self.values)]
         if self.target is not None:
             parts.append(f"target {self.target}")
+            left, _ = time_left(run.state.now(), str(self.target), {self.target.metric: self.heading}, None, [])
+            if left is not None:
+                parts.append(f"about {duration(left)} left")
         return ", ".join(parts)
 
     def render(self) -> Table:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from paceline import private_files, run_folder
+from paceline import loggers, private_files, run_folder
 from paceline.api import check_count
 from paceline.commands import on_ray
 from paceline.commands.live_table import LiveTable
@@ -24,6 +24,7 @@ from paceline.commands.terminal import (
     print_plain,
     print_result,
     print_slices,
+    print_wall,
     show_table,
     size_of,
 )
@@ -31,7 +32,7 @@ from paceline.errors import ConfigError, RunFailed
 from paceline.live_checks import check_live
 from paceline.policies.with_local_steps import text_of
 from paceline.report.html import write
-from paceline.run import INTERRUPTED, Target
+from paceline.run import INTERRUPTED, Point, Target
 from paceline.tensors.layout import EPS, check_slicing
 
 if TYPE_CHECKING:
@@ -87,10 +88,19 @@ class Live(LocalStepOptions, Outputs, ABC):
     """Kill a worker that waits for nobody and has not pushed for so long (docs/faults.md)."""
     timeout_s: Maybe[float] = None
     """Give up after so many seconds."""
+    log: tuple[str, ...] = ()
+    """Where logged metrics go besides: csv, tensorboard, or a plug-in, as mine:key=value (docs/watching.md)."""
+    page: Flag = False
+    """Serve a live page of the run on this machine, in a process that outlives it (docs/watching.md)."""
 
     def run(self, script: list[str], start: Start | None) -> int:
         """Checks everything, then does the run where it is to be."""
         self.check()
+        if self.page:
+            from paceline.page.server import check_installed
+
+            check_installed()
+        loggers.find(self.log)
         plan = self.plan(script)
         self.check_keeping(plan)
         with self.placed(plan, script) as plan:
@@ -115,9 +125,19 @@ class Live(LocalStepOptions, Outputs, ABC):
             config["outer"] = None if within is not None else self.outer
         self.write_config(folder, config)
         run_folder.forget_end(folder)
+        if self.page:
+            from paceline.commands.page import start_page
+
+            for line in start_page(folder):
+                print_plain(line)
         label = self.policy or "the script's policy"
-        with LiveTable(label, plan.target) as table:
-            driver = Driver(plan, table.say, table.watch, table.say_error)
+        with loggers.opened(loggers.find(self.log), folder, config) as kept, LiveTable(label, plan.target) as table:
+
+            def watch(point: Point) -> None:
+                table.watch(point)
+                kept.log(*point)
+
+            driver = Driver(plan, table.say, watch, table.say_error)
             table.parts = driver.parts
             try:
                 run = driver.run()
@@ -138,6 +158,7 @@ class Live(LocalStepOptions, Outputs, ABC):
             console.print(line, soft_wrap=True)
         show_table([run], f"{script[0]}, {size_of(run.trace.header.members)}, live")
         print_slices([run])
+        print_wall([run])
         print_evaluated([run])
         for failure in run.failures:
             console.print(failure, soft_wrap=True)

@@ -166,6 +166,23 @@ def print_evaluated(runs: list[Run]) -> None:
             console.print(f"{run.policy}: loss and accuracy are those of {run.evaluated}", soft_wrap=True)
 
 
+def print_wall(runs: list[Run]) -> None:
+    """Says what the whole of a live run took, part by part."""
+    for run in runs:
+        if run.wall:
+            parts = ", ".join(f"{_PARTS.get(name, name)} {seconds:.2f}" for name, seconds in run.wall.items())
+            print_plain(f"{run.policy}: {sum(run.wall.values()):.2f} s in all: {parts}")
+
+
+_PARTS = {
+    "startup_s": "start-up",
+    "training_s": "training",
+    "ending_s": "ending",
+    "evaluation_s": "evaluation",
+    "reporting_s": "reporting",
+}
+
+
 def print_slices(runs: list[Run]) -> None:
     """Says how unequal the servers' shares are, when there are several."""
     for sizes in dict.fromkeys(run.trace.header.slice_bytes for run in runs):

@@ -8,10 +8,12 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from paceline.errors import ConfigError
+from paceline.reproductions.async_local_sgd import AsyncLocalSGD
 from paceline.reproductions.backup_choice import BackupChoice
 from paceline.reproductions.backup_staleness import BackupStaleness
 from paceline.reproductions.backup_sync_async import BackupSyncAsync
 from paceline.reproductions.base import Claim, Findings, Reproduction
+from paceline.reproductions.diloco import DiLoCo
 from paceline.reproductions.elasticbsp import ElasticBSPs
 from paceline.reproductions.fluentps_lazy import FluentPSLazy
 from paceline.reproductions.fluentps_overlap import FluentPSOverlap
@@ -29,6 +31,7 @@ CATALOGUE: dict[str, type[Reproduction]] = {
     for reproduction in (
         *(BackupChoice, BackupStaleness, BackupSyncAsync, FluentPSOverlap, FluentPSPSSP, FluentPSLazy),
         *(ZipLineSearch, ElasticBSPs, SpecSyncWaiting, SpecSyncSpeed, HopBackup, HopStaleness, HopSkip, HopGraphs),
+        *(DiLoCo, AsyncLocalSGD),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.actions import Compute
 from paceline.core.control.round_planner import EndRound, RoundBegun, RoundPlanner
@@ -13,17 +13,42 @@ from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import View
 from paceline.core.rounds import Rounds
 from paceline.policies import zipline
-from paceline.runtime.virtual.engine import MESSAGE
+from paceline.runtime.virtual.backend import Backend
+from paceline.runtime.virtual.batches import Batches
+from paceline.runtime.virtual.engine import MESSAGE, Callback, Engine
+from paceline.runtime.virtual.faults import FaultInjector
 
 if TYPE_CHECKING:
     from paceline.runtime.virtual.worker import VirtualWorker
     from paceline.runtime.virtual.world import World
 
 
+class Stepping(Protocol):
+    """What rounds need of the worker whose steps they begin and end."""
+
+    engine: Engine
+    backend: Backend
+    batches: Batches
+    faults: FaultInjector
+    process: tuple[int, int]
+    rank: int
+    alive: bool
+    began: float
+    samples: int
+
+    def begin_samples(self) -> None: ...
+
+    def next_duration(self) -> float: ...
+
+    def at_own_time(self, due: float, method: Callback, argument: object = None) -> None: ...
+
+    def end_local_step(self, action: Compute) -> None: ...
+
+
 class LocalRounds:
     """The rounds of one worker: it begins each step, and ends the round that is over."""
 
-    def __init__(self, worker: VirtualWorker, world: World, local: LocalSteps) -> None:
+    def __init__(self, worker: Stepping, world: World, local: LocalSteps) -> None:
         self.worker = worker
         self.world = world
         self.rounds = Rounds(local)

@@ -14,16 +14,20 @@ from paceline.core.actions import Park, Wait
 from paceline.core.events import ViewChanged, arrival_of
 from paceline.core.messages import Message, Node, Release, Resync, View
 from paceline.core.norm_reducer import REDUCER
+from paceline.core.policy import PeerPolicy
 from paceline.core.progress import NAMED
 from paceline.core.scheduler import SCHEDULER
+from paceline.core.topology import neighbours
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.execution import Membership
 from paceline.runtime.virtual.backend import Backend
 from paceline.runtime.virtual.coordinator import VirtualCoordinator
 from paceline.runtime.virtual.engine import FAULT, MESSAGE, Engine
 from paceline.runtime.virtual.faults import FaultInjector
+from paceline.runtime.virtual.host_work import HostWork
 from paceline.runtime.virtual.layerwise import LayerwiseWorker
 from paceline.runtime.virtual.local_rounds import RoundPlanning
+from paceline.runtime.virtual.occupied_server import OccupiedServer
 from paceline.runtime.virtual.server import VirtualServer
 from paceline.runtime.virtual.worker import VirtualWorker
 from paceline.runtime.virtual.world import SimulationPlan, World
@@ -39,6 +43,9 @@ class Simulation:
         self.backend = Backend() if backend is None else backend
         self.engine = Engine() if engine is None else engine
         self.world = World(plan, self.backend, self.engine)
+        costs = plan.cluster.costs
+        if costs is not None:
+            self.world.work = HostWork(self.engine, costs, peer_seconds(plan, self.world.slice_bytes[0]))
         self.trace = self.world.trace
         self.authority = Membership()
         self.iterations = math.inf if plan.iterations is None else plan.iterations
@@ -51,7 +58,8 @@ class Simulation:
         if plan.local is not None and plan.local.is_planned:
             self.world.planning = RoundPlanning(self.world, plan.local, self.workers)
         self.faults = FaultInjector(self.engine, plan.cluster.faults, self.inject)
-        self.servers = [VirtualServer(self.world, shard, self.workers) for shard in range(plan.members.servers)]
+        server_type = VirtualServer if costs is None else OccupiedServer
+        self.servers = [server_type(self.world, shard, self.workers) for shard in range(plan.members.servers)]
         self.reducer = VirtualCoordinator(self.world, REDUCER, self.deliver)
         self.scheduler: VirtualCoordinator | None = None
         receivers = self.world.receivers
@@ -189,3 +197,11 @@ class Simulation:
         """The run is over when nobody trains and nobody is to come."""
         if len(self.done) == len(self.authority.members) and (self.finished or not self.faults.joins):
             self.engine.wind_up()
+
+
+def peer_seconds(plan: SimulationPlan, nbytes: int) -> float:
+    """Returns what an exchange costs a peer besides what it would cost a worker; nothing where there are servers."""
+    if plan.cluster.costs is None or not isinstance(plan.policy, PeerPolicy):
+        return 0.0
+    ins = neighbours(plan.policy.topology(plan.members.workers), frozenset(range(plan.members.workers))).ins
+    return plan.cluster.costs.of_peer(sum(map(len, ins.values())) / len(ins), nbytes)

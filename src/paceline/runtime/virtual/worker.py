@@ -49,6 +49,7 @@ class VirtualWorker:
         self.receive = self.take_parameters if link is None else self.pass_link
         """Takes a slice that has left its server's wire."""
         self.computing: Compute | None = None
+        self.work = world.work
         self.batches = world.batches
         self.of_batch = plan.cluster.of_batch
         self.began = 0.0
@@ -114,7 +115,16 @@ class VirtualWorker:
         duration = self.next_duration()
         if self.faults.at_iteration:
             self.faults.inject_at_iteration(self.rank, action.iteration, now + 0.5 * duration)
-        self.at_own_time(now + duration, self.finish, action)
+        if self.work is None:
+            self.at_own_time(now + duration, self.finish, action)
+        else:
+            self.work.compute(self, duration, action)
+
+    def hand_in(self, action: Compute) -> None:
+        """The gradient is there: what its exchange costs this worker comes before it is pushed."""
+        assert self.work is not None
+        if self.computing is action and self.alive:
+            self.work.exchange(self.finish, action)
 
     def begin_samples(self) -> None:
         """A gradient is begun now, on the samples that are this worker's turn."""

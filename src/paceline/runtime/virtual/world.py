@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from paceline.cluster import Cluster
+from paceline.core.actions import Compute
 from paceline.core.local_steps import LocalSteps
 from paceline.core.machine import Machine
 from paceline.core.messages import Members, Message, Node, View
@@ -49,6 +51,14 @@ class SimulationPlan:
     """What workers do alone between exchanges, if they do."""
 
 
+class Work(Protocol):
+    """What a worker's time goes to where cores are shared (`host_work.py`)."""
+
+    def compute(self, worker: Any, duration: float, action: Compute) -> None: ...
+
+    def exchange(self, callback: Callable[[Compute], None], action: Compute) -> None: ...
+
+
 @dataclass
 class World:
     """What every node of a simulation is given."""
@@ -61,6 +71,8 @@ class World:
     shards: list[Machine] = field(default_factory=list)
     planning: RoundPlanning | None = None
     """Whoever plans rounds of local steps, if they are planned."""
+    work: Work | None = None
+    """What needs cores, if the scenario says what exchanges cost."""
 
     def __post_init__(self) -> None:
         plan, backend = self.plan, self.backend

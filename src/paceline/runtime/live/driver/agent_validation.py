@@ -42,8 +42,8 @@ FILES = re.compile(
     r"|(?:buffers|final)-(?P<worker>\d{1,9})\.(?P<incarnation>\d{1,9})"
     r"|(?:moved-\d{1,9}-(?P<giver>\d{1,9})-\d{1,9}|of-(?P<shard>\d{1,9})-(?:whole|average))"
     r"|checkpoint-out/shard-(?P<part>\d{1,9})\.safetensors"
-    r"|trace/(?:worker|peer)-(?P<traced>\d{1,9})\.\d{1,9}\.trace"
-    r"|trace/(?P<server>server)-\d{1,9}\.\d{1,9}\.trace"
+    r"|trace/(?:worker|peer)-(?P<traced>\d{1,9})\.\d{1,9}\.(?:trace|times)"
+    r"|trace/(?P<server>server)-\d{1,9}\.\d{1,9}\.(?:trace|times)"
 )
 """Files of the run's folder that an agent may write."""
 

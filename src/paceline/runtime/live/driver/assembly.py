@@ -28,6 +28,7 @@ from paceline.runtime.live.driver.children import Child
 from paceline.runtime.live.driver.coordinators import Coordinators
 from paceline.runtime.live.driver.durability import Durability
 from paceline.runtime.live.driver.fault_injection import FaultInjector
+from paceline.runtime.live.driver.feed_file import FeedFile
 from paceline.runtime.live.driver.finishing import Finishing
 from paceline.runtime.live.driver.folder_guard import FolderGuard
 from paceline.runtime.live.driver.health import HealthMonitor
@@ -41,6 +42,7 @@ from paceline.runtime.live.driver.peer_setup import PeerSetup
 from paceline.runtime.live.driver.peers import PeerEndpoints, PeerPlaces, Peers
 from paceline.runtime.live.driver.processes import Children, ProcessStarter, Workers
 from paceline.runtime.live.driver.remote_hosts import RemoteHosts
+from paceline.runtime.live.driver.requests_taken import Requests
 from paceline.runtime.live.driver.roster import Roster
 from paceline.runtime.live.driver.run_plan import RunPlan
 from paceline.runtime.live.driver.run_state import RunState
@@ -54,10 +56,18 @@ from paceline.runtime.live.driver.server_startup import ServerStartup
 from paceline.runtime.live.driver.servers import Servers
 from paceline.runtime.live.driver.shutdown_signals import ShutdownSignals
 from paceline.runtime.live.driver.time_limits import TimeLimits
+from paceline.runtime.live.driver.waited_for import WaitedFor
 from paceline.runtime.live.driver.worker_output import WorkerOutput
 from paceline.runtime.live.driver.worker_restarts import WorkerRestarts
 from paceline.runtime.live.messaging.unix_sockets import Listener, Waiter
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, round_messages, script_calls, wire
+from paceline.runtime.live.protocol import (
+    lease_messages,
+    requests,
+    resizing_messages,
+    round_messages,
+    script_calls,
+    wire,
+)
 from paceline.runtime.live.protocol.configuration import LiveConfig
 from paceline.runtime.live.storage import endpoints
 
@@ -86,6 +96,7 @@ class Parts:
     peers: Peers
     health: HealthMonitor
     logged: LoggedMetrics
+    feed: FeedFile
     sample_dispatchers: SampleDispatchers
     beginning: Beginning
     finishing: Finishing
@@ -122,13 +133,23 @@ def assemble(
         waiter.watch(hosts.listener)
     messenger = Messenger(listener, hosts)
     output = WorkerOutput(waiter, say, say_error)
+    kept = plan.checkpointing.folder if plan.checkpointing is not None else None
+    feed = FeedFile(kept, state)
+    resources.callback(feed.close)
+    say = feed.telling(say)  # but not what workers print
     children = Children(waiter, output)
     starter = ProcessStarter(plan.starter, folder, hosts, children)
     servers = Servers(plan.members.servers, starter.server, messenger.to_server)
     has_keys = plan.multihost is not None and plan.multihost.keys
     keys = KeyRegistry(servers, has_keys, folder if hosts is None else None)
     workers = Workers(children, roster, starter, keys, messenger, state)
-    logged = LoggedMetrics(plan.target, watch, workers.stop, say)
+
+    def take_point(point: Point) -> None:
+        feed.log(point)
+        if watch is not None:
+            watch(point)
+
+    logged = LoggedMetrics(plan.target, take_point, workers.stop, say)
     coordinators = Coordinators(folder, plan.seed, state.now, messenger, hosts.ring if hosts is not None else None)
 
     resumed = find_resumed(plan.checkpointing, say)
@@ -188,9 +209,15 @@ def assemble(
     )
     script_ends = ScriptEnds(state, roster, workers, peers, health, say)
     model_setup = ModelSetup(plan, state, admission, startup, peer_setup, coordinators, checkpointer, placement)
+
+    def note_beginning() -> None:
+        count = 0 if state.without_servers else servers.count
+        feed.begin(plan.members.workers, count, state.model.layout.slice_bytes(max(1, count)), plan.target)
+
     beginning = Beginning(
-        model_setup, state, admission, servers, worker_restarts, checkpointer, durability, outcomes, folder, say
-    )
+        model_setup, state, admission, servers, worker_restarts, checkpointer, durability, outcomes, folder, say,
+        note_beginning,
+    )  # fmt: skip
     finishing = Finishing(state, servers, resizing, checkpointer, outcomes, folder, beginning.never_began, say)
     server_restarts = ServerRestarts(
         ServerRestarter(),
@@ -203,8 +230,8 @@ def assemble(
         durability.lose_logs()
         if checkpointer is not None:
             checkpointer.folder_was_lost()
+        feed.begin_again()
 
-    kept = plan.checkpointing.folder if plan.checkpointing is not None else None
     guard = FolderGuard(kept, folder, traces, look_after_folder, say)
 
     roster.follow(peers.announce)
@@ -226,6 +253,13 @@ def assemble(
         else:
             roster.remove(leave.rank, leave.incarnation, leave.finished)
 
+    waited_for = WaitedFor(kept, say)
+
+    def take_status(status: wire.Status) -> None:
+        health.take_status(status)
+        if not status.shard and state.begun and not state.stopping:
+            waited_for.look({rank: seen for rank, seen in health.status.items() if rank in roster.members})
+
     def take_peer_status(status: wire.PeerStatus) -> None:
         if peers.take_status(status):
             health.take_peer(status)
@@ -242,6 +276,7 @@ def assemble(
         servers.finished.add(message.shard)
         durability.finished(message.cost)
 
+    asked = Requests(state, interrupts, checkpointer, messenger.answer)
     handlers: dict[type, Callable[[Any], object]] = {
         wire.Describe: admission.take,
         lease_messages.LeaseEvents: sample_dispatchers.hear,
@@ -250,7 +285,7 @@ def assemble(
         wire.Without: peers.go_without,
         wire.Ready: startup.ready,
         wire.Rejected: health.take_rejected,
-        wire.Status: health.take_status,
+        wire.Status: take_status,
         wire.PeerStatus: take_peer_status,
         wire.Due: take_due,
         wire.Saved: take_saved,
@@ -267,6 +302,8 @@ def assemble(
         script_calls.AtBarrier: barrier.enter,
         script_calls.Awaited: barrier.take_awaited,
         script_calls.LRSchedulerStates: schedulers.take,
+        requests.StopAsked: asked.stop,
+        requests.CheckpointAsked: asked.checkpoint,
     }
     mailbox = Mailbox(waiter, listener, handlers)
     conversations = None
@@ -280,13 +317,13 @@ def assemble(
         conversations = AgentConversations(hosts, arrivals, reports, waiter)
     ticks = [
         fault_injector.tick, resizing.tick, worker_restarts.tick, servers.tick, guard.tick, time_limits.tick,
-        health.tick, peers.tick, script_ends.tick, barrier.tick,
+        health.tick, peers.tick, script_ends.tick, barrier.tick, feed.tick,
     ]  # fmt: skip
     if checkpointer is not None:
         ticks.append(checkpointer.tick)
     return Parts(
         folder, mailbox, interrupts, state, roster, children, workers, worker_restarts, servers, server_restarts,
-        resizing, durability, checkpointer, coordinators, peers, health, logged, sample_dispatchers, beginning,
+        resizing, durability, checkpointer, coordinators, peers, health, logged, feed, sample_dispatchers, beginning,
         finishing, guard, conversations, child_ended, tuple(ticks),
     )  # fmt: skip
 

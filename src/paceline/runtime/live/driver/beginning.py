@@ -112,6 +112,8 @@ class Beginning:
     outcomes: Outcomes
     folder: Path
     say: Callable[[str], None]
+    begun: Callable[[], None]
+    """Is called when training has begun."""
 
     def consider(self) -> None:
         """Configure or begin, if everybody is there."""
@@ -142,6 +144,7 @@ class Beginning:
         # Training begins now, with servers that are ready: what they needed for that took none of its time.
         self.servers.tell_all(wire.StartClock(self.state.begin()))
         (self.folder / BEGUN).touch(0o600)
+        self.begun()
         if self.checkpointer is not None:
             if self.checkpointer.checkpointing.resume and self.checkpointer.last is not None:
                 shutil.copy(checkpoint.others_of(self.checkpointer.last), self.folder / "others")

@@ -7,6 +7,7 @@ once; the next view goes to the shards within a millisecond, and whoever waited 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,13 +39,14 @@ class Driver:
         say_error: Callable[[str], None] = print_error,
     ) -> None:
         plan.check()
+        self.made_s = time.monotonic()
         self.plan = plan
-        self.say = say
         with contextlib.ExitStack() as opened:
             folder = shared_memory.RunFolder()
             opened.callback(folder.remove)
             self.traces = opened.enter_context(tracing(folder.path, self._kept_folder()))
             self.parts = assemble(plan, folder.path, self.traces, opened, say, watch, say_error)
+            self.say = self.parts.feed.telling(say)
             self.resources = opened.pop_all()
 
     def _kept_folder(self) -> Path | None:
@@ -164,4 +166,13 @@ class Driver:
             parts.coordinators.clips_mean,
         )
         final = final_of_peers(parts.folder, state.model.layout) if peers else None
-        return collect_results(state.model, plan.seed, outcome, parts.folder, final)
+        run = collect_results(state.model, plan.seed, outcome, parts.folder, final)
+        startup_s = state.epoch_s - self.made_s
+        whole_s = time.monotonic() - self.made_s
+        run.wall = {
+            "startup_s": startup_s,
+            "training_s": run.time_s,
+            "ending_s": max(0.0, whole_s - startup_s - run.time_s),
+        }
+        parts.feed.end(run)
+        return run

@@ -19,7 +19,7 @@ from paceline.run import FAILED, FINISHED, ON_SERVERS, Point, Run, ServerChange,
 from paceline.runtime.live.driver.run_state import Model
 from paceline.runtime.live.storage import shared_memory
 from paceline.runtime.live.storage.final_parameters import Final
-from paceline.runtime.live.storage.trace_files import CUT, gather
+from paceline.runtime.live.storage.trace_files import CUT, gather, gather_times
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ def collect_results(model: Model, seed: int, outcome: Outcome, folder: Path, fin
         runtime="live",
         history=outcome.history,
         trace=trace,
+        times=gather_times(folder / "trace"),
         parameters=parameters,
         time_s=time_s,
         target=outcome.target,

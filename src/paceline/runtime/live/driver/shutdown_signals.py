@@ -29,6 +29,10 @@ class ShutdownSignals:
     def __bool__(self) -> bool:
         return self.count > 0
 
+    def ask(self) -> None:
+        """Somebody has asked by another way than a signal; the second time changes nothing."""
+        self.count = max(self.count, 1)
+
     def catch(self) -> None:
         """From now on; only the main thread can. What is ignored, as SIGHUP under nohup, stays ignored."""
         if threading.current_thread() is threading.main_thread():

@@ -34,7 +34,7 @@ from paceline.runtime.live.protocol import agent_messages, wire
 from paceline.runtime.live.storage import file_transfer, shared_memory
 from paceline.runtime.live.storage.abort_flag import AbortFlag
 from paceline.runtime.live.storage.abort_flag import path as abort_flag_path
-from paceline.runtime.live.storage.trace_files import SUFFIX
+from paceline.runtime.live.storage.trace_files import SUFFIXES
 
 TICK_S = 0.2
 
@@ -174,8 +174,9 @@ class Agent:
             pass  # what they had sent is of no use any more
         self.driver.begin_session()
         self._arrive()
-        for path in sorted((self.folder.path / "trace").glob(f"*{SUFFIX}")):
-            self._send_trace(path)
+        for path in sorted((self.folder.path / "trace").iterdir()):
+            if path.suffix in SUFFIXES:
+                self._send_trace(path)
 
     def _process_ended(self, child: Child) -> None:
         code = self.processes.reap(child)

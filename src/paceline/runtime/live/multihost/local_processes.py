@@ -16,7 +16,7 @@ from paceline.runtime.live.protocol import agent_messages
 from paceline.runtime.live.storage import shared_memory
 from paceline.runtime.live.storage.file_transfer import MessageRefused
 from paceline.runtime.live.storage.process_keys import key_path, write_keys
-from paceline.runtime.live.storage.trace_files import SUFFIX
+from paceline.runtime.live.storage.trace_files import SUFFIXES
 
 KEPT_LINES = 30
 
@@ -86,7 +86,8 @@ class LocalProcesses:
 
     def traces(self, child: Child) -> list[Path]:
         """The trace files that a process has left."""
-        written = self.folder.joinpath("trace").glob(f"*-{child.rank}.{child.incarnation}{SUFFIX}")
+        folder, process = self.folder / "trace", f"*-{child.rank}.{child.incarnation}"
+        written = [path for suffix in SUFFIXES for path in folder.glob(process + suffix)]
         roles = (child.role, "peer" if child.role == "worker" else child.role)
         return sorted(path for path in written if path.name.startswith(roles))
 

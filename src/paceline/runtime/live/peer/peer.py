@@ -39,6 +39,7 @@ from paceline.runtime.live.trainer.model_description import ModelDescription
 from paceline.runtime.live.trainer.participation import Participation
 from paceline.runtime.live.trainer.run_connection import RunConnection
 from paceline.runtime.live.trainer.step_checks import check_process, check_tensors
+from paceline.runtime.live.trainer.step_clock import StepClock
 from paceline.tensors.fused_kernels import are_finite
 from paceline.tensors.piece_optimizers import Hyper
 
@@ -77,6 +78,7 @@ class LivePeer:
         self.executor = PeerExecutor(run.rank, neighbours, self.parameters, step)
         node = Node("peer", run.rank)
         self.trace = TraceFile(Path(run.config.output), node, run.incarnation)
+        self.clock = StepClock(run, node)
         runner = MachineRunner(node, run.incarnation, machine, self.executor, self.trace.write)
         self.events = EventLoop(run, neighbours, runner, self.participation)
         self.responder = Responder(self.events.hear, run.waiter, run.driver)
@@ -97,6 +99,7 @@ class LivePeer:
         self.events.see(view, endpoints)
         self._await_order()
         self._send_status()
+        self.clock.introduce(("memory",) if self.run.config.multihost is None else ("tcp",))
         answers_meanwhile = isinstance(self.machine, ADPSGDPeer)
         self.parameters.begin_computation(answers_meanwhile)
         if answers_meanwhile:
@@ -112,6 +115,10 @@ class LivePeer:
 
     def forget_gradients(self) -> None:
         """The script is about to clear the gradients, of which nothing is kept."""
+        self.clock.prepared()
+
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Nothing is loaded from servers: parameters in half precision are refused before."""
 
     def fetch_state(self) -> Sequence[dict[str, Tensor]]:
         return ()
@@ -178,10 +185,13 @@ class LivePeer:
         self.participation.begin_waiting()  # if it was told to stop while it computed, it begins to wait only now
         self.events.hear(0.0)
         now = self.run.now()
+        self.clock.copied()
         self.participation.leases.note_step(now - self.ordered_at)
         done = (now, ordered.iteration, ordered.attempt, (self.nbytes,))
         self.events.deliver(GradientRejected(*done, refusal) if refusal else GradientReady(*done, weight, steps))
+        self.clock.pushed()
         self._await_order()
+        self.clock.answered(ordered.iteration)
         # A gradient that is not finite, or none at all, will not be better next time: its samples are done with.
         if not self.participation.barrier.waits:
             self.participation.leases.settle(counted=bool(refusal) or not self.executor.dropped)
@@ -255,5 +265,6 @@ class LivePeer:
         elif well:
             self.run.send(wire.Leave(self.run.rank, self.run.incarnation))
         self.trace.close()
+        self.clock.close()
         self.neighbours.close()
         self.run.close()

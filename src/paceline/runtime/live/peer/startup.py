@@ -64,6 +64,8 @@ def refuse_options(model: ModelDescription, overlap: bool) -> None:
     """Refuses, in one line, what only servers can do."""
     if overlap:
         raise ConfigError("overlap=True sends gradients to servers while backward runs: this policy has no servers")
+    if model.rounded:
+        raise ConfigError("parameters in bfloat16 or float16 need servers, and this policy has none: use float32")
     if model.optimizer.extras.ema is not None:
         raise ConfigError("ema is a moving average that servers keep: this policy has no servers")
 

@@ -21,7 +21,7 @@ from paceline.core.local_steps import LocalSteps
 from paceline.core.messages import MeanNorm, Parameters, PeerMessage, Plan, Pull, Push, Release, ToScheduler, View
 from paceline.core.topology import Topology
 from paceline.errors import ConfigError
-from paceline.runtime.live.protocol import lease_messages, resizing_messages, round_messages, script_calls
+from paceline.runtime.live.protocol import lease_messages, requests, resizing_messages, round_messages, script_calls
 from paceline.runtime.live.protocol.configuration import Endpoint, ModelDevice, ServerDevice
 from paceline.runtime.live.protocol.records import DurabilityOptions, ShardEntry
 from paceline.tensors.assignment import Assignment
@@ -358,7 +358,7 @@ ToDriver = (
     Describe | Log | Leave | Ready | Rejected | Finished | Due | Saved | Status | PeerStatus | Ask
     | Without | Undurable | Measured | lease_messages.LeaseEvents | resizing_messages.ToDriver
     | script_calls.LRSchedulerStates | script_calls.EndRun | script_calls.AtBarrier | script_calls.Awaited
-    | round_messages.Begun
+    | round_messages.Begun | requests.StopAsked | requests.CheckpointAsked
 )  # fmt: skip
 ToWorker = (
     Begin | Refuse | Stop | ServerRestarted | Released | NewView | Done | lease_messages.LeaseAnswer

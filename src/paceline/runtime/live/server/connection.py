@@ -16,7 +16,7 @@ from paceline.runtime.live.messaging.unix_sockets import Link, Listener, Waiter,
 from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.protocol.configuration import Endpoint, LiveConfig, MultihostOptions
 from paceline.runtime.live.storage import endpoints
-from paceline.runtime.live.storage.trace_files import TraceFile
+from paceline.runtime.live.storage.trace_files import TimesFile, TraceFile
 
 
 class ServerConnection:
@@ -41,6 +41,7 @@ class ServerConnection:
         self.waiter = Waiter()
         self.waiter.watch(self.driver)
         self.trace = TraceFile(Path(self.config.output), Node("server", shard), incarnation)
+        self.times = TimesFile(Path(self.config.output), Node("server", shard), incarnation)
         self.epoch_s: float | None = None
         """The monotonic time of the run's second 0, once it has begun."""
 
@@ -77,6 +78,7 @@ class ServerConnection:
 
     def close(self) -> None:
         self.trace.close()
+        self.times.close()
         self.driver.close()
         self.listener.close()
         if self.remote is not None:

@@ -117,14 +117,16 @@ class LiveServer:
 
     def serve(self) -> None:
         """Serves until the driver says that this server is not needed any more."""
-        run, executor = self.run, self.executor
+        run, executor, clock = self.run, self.executor, self.executor.clock
         self.hear_driver()
         while not self.finished:
             ready = run.waiter.wait(executor.until_timer(IDLE_S))
+            clock.begin()
             while (timer := executor.next_timer_due()) is not None:
                 self.runner.deliver(TimerFired(run.now(), timer))
             if not ready:
                 run.trace.flush()
+                run.times.flush()
             # Views first: somebody may be waiting for the dead.
             if run.driver in ready:
                 self.hear_driver()
@@ -135,6 +137,7 @@ class LiveServer:
                     self.remote.hear()
                 if self.remote.unsent:
                     self.remote.send_unsent()
+            clock.end()
             if len(self.buffers.opened) > len(self.buffers.members):
                 self.buffers.release_departed(self.machine.held_handles())
             self.status.tell()

@@ -19,6 +19,7 @@ from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.server.connection import ServerConnection
 from paceline.runtime.live.server.push_batching import WORTH_IT, DeferredSteps, PushPacing
 from paceline.runtime.live.server.shard_state import ShardState
+from paceline.runtime.live.server.turn_clock import TurnClock
 from paceline.runtime.live.server.worker_buffer import SegmentBuffer, WorkerBuffer
 from paceline.runtime.live.server.worker_buffers import WorkerBuffers
 
@@ -45,6 +46,7 @@ class ShardExecutor:
         self.asked: set[Process] = set()
         """Who has asked this incarnation of the server for parameters."""
         self.checkpoint_every: int | None = None
+        self.clock = TurnClock(run)
 
     # Steps.
 
@@ -75,6 +77,7 @@ class ShardExecutor:
 
     def note(self, action: Apply) -> None:
         """The step is taken."""
+        self.clock.stepped(len(action.handles))
         for handle in action.handles:
             self.staleness[handle.source] = action.staleness(handle)
         if self.checkpoint_every and action.version % self.checkpoint_every == 0:
@@ -156,6 +159,7 @@ class ShardExecutor:
             self.buffers.keep(process, buffer, self.machine.held_handles())
         buffer.parameters.write_back(self.state.optimizer.values, parameters.version)
         buffer.reply(parameters)
+        self.clock.answers += 1
 
     def park(self, action: Park) -> None:
         self.waits[action.pull.worker] = action.reason

@@ -36,6 +36,7 @@ class WorkerRequests:
 
     def take_push(self, push: Push, exchange: wire.Exchange) -> None:
         process = (push.handle.source, push.handle.incarnation)
+        self.executor.clock.pushes += 1
         if exchange.hyper is not None:
             self.executor.flush_deferred()
             self.hyper[process] = exchange.hyper

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
+from paceline.folder_lock import is_in_use as is_in_use
 from paceline.runtime.live.storage import abort_flag
 from paceline.tensors.layout import Layout
 
@@ -95,22 +96,6 @@ def is_run_folder(folder: Path) -> bool:
         return False
     ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return ours and folder.parent == base_folder() and folder.name.startswith(PREFIX)
-
-
-def is_in_use(folder: Path) -> bool:
-    """Whether a run that goes on holds the lock of this folder."""
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(lock)
 
 
 def segment_path(folder: Path, worker: int, incarnation: int) -> Path:

@@ -1,4 +1,4 @@
-"""Traces of live processes: each node writes a file of its own, the driver puts them together."""
+"""Traces and times of live processes: each node writes files of its own, the driver puts them together."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import time
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
 from paceline import private_files
 from paceline.core.messages import Node
-from paceline.core.trace import Header, Record, Trace, encode_records, read_records
+from paceline.core.step_times import Row, read_rows
+from paceline.core.trace import Header, Record, Trace, read_records
+from paceline.errors import PacelineError
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".trace"
+TIMES_SUFFIX = ".times"
+SUFFIXES = (SUFFIX, TIMES_SUFFIX)
 CUT = "trace-cut"
 """A file beside the folder of the traces, in shared memory, where there is room: some trace has ended early."""
 HELD = 128
@@ -28,23 +32,37 @@ HELD = 128
 the encoder would have to be fetched from memory again for each."""
 HELD_S = 0.2
 """How long records are buffered, while there are new ones. A killed process loses them."""
+FEW = 6
+"""Who writes so few in that time has long iterations, and writes the next ones at once, for those who watch."""
 
 
-class TraceFile:
-    """The trace of one node, written while it runs. What a killed process had not flushed is lost."""
+BLOCK, WHOLE = 64, 64
+"""Of rows of times the first `WHOLE` blocks of `BLOCK` rows are kept, then every second block, then every fourth: after
+each doubling of a run as many again, so that a week's are a few megabytes."""
+
+T = TypeVar("T")
+
+
+class RecordFile(Generic[T]):
+    """What one node records, written while it runs. What a killed process had not flushed is lost."""
+
+    suffix: ClassVar[str] = SUFFIX
+    few: ClassVar[int] = 0
 
     def __init__(self, folder: Path, node: Node, incarnation: int) -> None:
-        self.path = folder / f"{node.role}-{node.rank}.{incarnation}{SUFFIX}"
+        self.path = folder / f"{node.role}-{node.rank}.{incarnation}{self.suffix}"
         self.full = False
         self.file = self._open("wb")
-        self.held: list[Record] = []
+        self.held: list[T] = []
         """Records that are not written yet."""
         self.written_s = 0.0
+        self.at_once = 0
+        """So many records more are written as they come."""
 
     def follow(self, incarnation: int) -> int:
         """Appends to the file of an earlier incarnation instead of its own; returns how many records that has."""
         self.path.unlink(missing_ok=True)
-        self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{incarnation}{SUFFIX}")
+        self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{incarnation}{self.suffix}")
         self.file.close()
         self.file = self._open("a+b")
         self.file.seek(0)
@@ -54,15 +72,19 @@ class TraceFile:
             self.file.truncate(whole)
         return left.count(b"\n")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: T) -> None:
         self.held.append(record)
         if len(self.held) >= HELD or time.monotonic() - self.written_s > HELD_S:
+            self.at_once = self.few if len(self.held) < self.few else 0
+            self.flush()
+        elif self.at_once:
+            self.at_once -= 1
             self.flush()
 
     def flush(self) -> None:
         """Writes what is buffered, best done when idle. Without room the trace ends here, and the training does not."""
         held, self.held = self.held, []
-        left = encode_records(held) if not self.full else b""
+        left = msgspec.json.Encoder().encode_lines(held) if not self.full else b""
         try:
             while left:
                 left = left[self.file.write(left) :]
@@ -87,6 +109,28 @@ class TraceFile:
     def close(self) -> None:
         self.flush()
         self.file.close()
+
+
+class TraceFile(RecordFile[Record]):
+    """The trace of one node."""
+
+    few = FEW
+
+
+class TimesFile(RecordFile[Row]):
+    """The times of one node; fewer and fewer of them, the longer it runs."""
+
+    suffix = TIMES_SUFFIX
+
+    def __init__(self, folder: Path, node: Node, incarnation: int) -> None:
+        super().__init__(folder, node, incarnation)
+        self.count = 0
+
+    def write(self, record: Row) -> None:
+        block = self.count // BLOCK
+        self.count += 1
+        if block < WHOLE or block % (1 << (block // WHOLE).bit_length()) == 0:
+            super().write(record)
 
 
 @contextlib.contextmanager
@@ -123,3 +167,14 @@ def gather(folder: Path, header: Header) -> Trace:
             logger.warning(f"{path.name} is left out of the trace: {error}")
     records.sort(key=lambda record: record.event.at)
     return Trace(header, records)
+
+
+def gather_times(folder: Path) -> list[Row]:
+    """Returns the times of all nodes, each node's in its own order."""
+    rows: list[Row] = []
+    for path in sorted(folder.glob("*" + TIMES_SUFFIX)):
+        try:
+            rows.extend(read_rows(path.read_bytes()))
+        except PacelineError as error:
+            logger.warning(f"{path.name} is left out: {error}")
+    return rows

@@ -53,6 +53,8 @@ class LocalRounds:
         self.exchanger = exchanger
         self.run = exchanger.run
         self.participation = exchanger.participation
+        self.clock = exchanger.clock
+        """What it measures is of rounds: all their steps are one part, computing."""
         self.participation.leases.by_rounds = True
         self.participation.plan_round = lambda order: self.rounds.hear(order, self.run.now())
         self.tensors = model.tensors
@@ -97,6 +99,7 @@ class LocalRounds:
 
     def forget_gradients(self) -> None:
         """The script is about to clear the gradients, of which nothing is kept."""
+        self.clock.prepared()
 
     def fetch_state(self) -> Sequence[Mapping[str, Tensor]]:
         return ()
@@ -189,6 +192,9 @@ class LocalRounds:
 
     def hear(self) -> None:
         self.exchanger.hear()
+
+    def after_load(self, follow: Callable[[], None]) -> None:
+        self.exchanger.after_load(follow)
 
     # What else the script asks for.
 

@@ -40,6 +40,8 @@ class ModelDescription:
     """The model itself, if the script has named it."""
     local_steps: LocalSteps | None = None
     """How workers train alone between exchanges: then `optimizer` steps on what they have learned."""
+    rounded: bool = False
+    """Whether `tensors` are masters in float32 of parameters in half precision."""
 
     def digest(self, policy: Policy | None) -> str:
         """Returns a text that must be the same on every worker."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.runtime.live.trainer.participation import Participation
 from paceline.runtime.live.trainer.run_connection import RunConnection
+from paceline.runtime.live.trainer.step_clock import StepClock
 from paceline.tensors.piece_optimizers import Hyper
 
 
@@ -17,6 +18,7 @@ class Participant(Protocol):
 
     run: RunConnection
     participation: Participation
+    clock: StepClock
     steps_here: bool
     """Whether the script's own optimizer takes the steps, in this process."""
 
@@ -65,6 +67,9 @@ class Participant(Protocol):
 
     def hear(self) -> None:
         """Hears what the driver says, now and then, while the script is in a round of local steps."""
+
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Has `follow` called whenever the model's tensors have got parameters of the servers."""
 
     def fetch_state(self) -> Sequence[Mapping[str, Tensor]]:
         """Returns what servers' optimizers have learned about each trained tensor; nothing if there are none."""

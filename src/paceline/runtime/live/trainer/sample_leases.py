@@ -68,6 +68,8 @@ class SampleLeases:
         self.samplers: dict[int, SamplerLeases] = {}
         self.by_rounds = False
         """Whether what steps use is settled when their round ends (`hold`)."""
+        self.last_weight = 1.0
+        """What the last step weighed."""
         self.caller = os.getpid(), threading.get_ident()
         """The process and thread that made the optimizer: it alone may draw."""
 
@@ -98,9 +100,13 @@ class SampleLeases:
         self.samplers[answer.sampler].requests.receive(answer)
 
     def weight(self) -> float:
-        """Returns how many samples this step uses: those of the first sampler that was drawn from; 1 without any."""
+        """Returns how many samples this step uses: those of the first sampler that was drawn from; 1 without any.
+
+        A step for which nothing was drawn, as a second one on the same batch, weighs what the one before did.
+        """
         weights = (self.samplers[number].weight() for number in sorted(self.samplers))
-        return float(next((weight for weight in weights if weight > 0), 1))
+        self.last_weight = float(next((weight for weight in weights if weight > 0), self.last_weight))
+        return self.last_weight
 
     def note_step(self, seconds: float) -> None:
         """A step has computed for so long."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import msgspec
 from safetensors.torch import load_file
@@ -96,6 +97,12 @@ class ServerConnections:
         remote = kind(endpoint, b"%d:%d" % process, run.config.run, keys, self.payload, run.folder)
         run.waiter.watch(remote.link)
         return remote
+
+    def kinds(self) -> tuple[str, ...]:
+        """Says how each server is reached."""
+        multihost = self.run.config.multihost
+        remote = "tcp with keys" if multihost is not None and multihost.keys else "tcp"
+        return tuple(remote if shard in self.remote else "memory" for shard in range(len(self.links)))
 
     def disconnect(self, link: ServerLink) -> None:
         if isinstance(link, RemoteServerLink):
@@ -211,6 +218,12 @@ class ServerConnections:
             self.fetched.add(message.file)
         return True
 
+    def folder_of(self, shard: int) -> Path:
+        """Returns where a server of this host leaves files for this worker: another launcher may have started it."""
+        if shard in self.remote:
+            return self.run.folder
+        return endpoints.shared_folder(self.run.folder, self.endpoints[shard]) or self.run.folder
+
     def fetch_state(self, hear_driver: Callable[[], None]) -> State:
         """Returns the optimizer's whole state, from all servers."""
         run, parts = self.run, []
@@ -224,6 +237,7 @@ class ServerConnections:
                     self.reconnect(shard)
                     hear_driver()
                     self.links[shard].send(wire.Fetch(file))
-            parts.append(load_file(run.folder / file))
-            (run.folder / file).unlink()
+            left = self.folder_of(shard) / file
+            parts.append(load_file(left))
+            left.unlink()
         return state.join(parts, self.memory.layout, self.assignment)

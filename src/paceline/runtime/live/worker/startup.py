@@ -57,6 +57,7 @@ def begin_worker(
     executor.connections.sent_hyper = model.optimizer.groups
     take_first_parameters(executor, begin)
     memory.begin()
+    executor.clock.introduce(executor.connections.kinds())
     if begin.hyper is not None:
         executor.connections.sent_hyper = begin.hyper
     return LiveWorker(model, executor, make_abortable(executor, model, overlap)), begin
@@ -91,8 +92,8 @@ def make_abortable(executor: WorkerExecutor, model: ModelDescription, overlap: b
     if not isinstance(executor.machine, SpeculativeWorker):
         return None
     run = executor.run
-    if overlap:
-        tell_ignored(run.rank, "overlap=True")
+    if overlap or model.rounded:
+        tell_ignored(run.rank, "overlap=True" if overlap else "parameters in half precision")
         return None
     flag = AbortFlag(abort_flag.path(run.folder, run.rank, run.incarnation), create=True)
     return AbortableStep(executor, executor.orders.participation.leases, flag, run.rank, model.tensors, model.module)

@@ -36,6 +36,7 @@ class LiveWorker:
         self.memory = executor.memory
         self.orders = executor.orders
         self.participation = self.orders.participation
+        self.clock = executor.clock
         self.aborting = aborting
         """Under a policy that gives computations up."""
 
@@ -65,6 +66,7 @@ class LiveWorker:
 
     def forget_gradients(self) -> None:
         """The script is about to clear the gradients: those that backward has left so far will not be pushed."""
+        self.clock.prepared()
         self.memory.forget()
         if self.aborting is not None:
             self.aborting.rewind.before_clearing()
@@ -126,6 +128,10 @@ class LiveWorker:
         self.orders.hear_if_due()
 
     # What else the script asks for.
+
+    def after_load(self, follow: Callable[[], None]) -> None:
+        """Has `follow` called whenever the model's tensors have got parameters of the servers."""
+        self.executor.loaded = follow
 
     def fetch_state(self) -> Sequence[dict[str, Tensor]]:
         """Returns what the servers' optimizers have learned about each trained tensor."""

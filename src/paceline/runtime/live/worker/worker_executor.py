@@ -18,6 +18,7 @@ from paceline.runtime.execution import MachineRunner, NoSuchAction
 from paceline.runtime.live.protocol import wire
 from paceline.runtime.live.storage.trace_files import TraceFile
 from paceline.runtime.live.trainer.run_connection import RunConnection
+from paceline.runtime.live.trainer.step_clock import StepClock
 from paceline.runtime.live.worker.driver_orders import IDLE_S, DriverOrders
 from paceline.runtime.live.worker.server_connections import ServerConnections
 from paceline.runtime.live.worker.worker_memory import WorkerMemory
@@ -33,6 +34,7 @@ class WorkerExecutor:
         self.memory = memory
         node = Node("worker", run.rank)
         self.trace = TraceFile(Path(run.config.output), node, run.incarnation)
+        self.clock = StepClock(run, node)
         self.runner = MachineRunner(node, run.incarnation, machine, self, self.trace.write)
         self.connections = ServerConnections(run, machine, memory, self.runner.deliver)
         self.orders = DriverOrders(run, self.connections, self.runner.deliver)
@@ -43,6 +45,8 @@ class WorkerExecutor:
         """When the parameters for it were there."""
         self.timer: tuple[float, int] | None = None
         """When the worker is to pull, if it rests before: naive waiting."""
+        self.loaded: Callable[[], None] = lambda: None
+        """Called when the model's tensors have got parameters."""
         self.stretched: Compute | None = None
         """The computation that was last made as long as the scenario says."""
 
@@ -58,13 +62,16 @@ class WorkerExecutor:
         self.ordered = None
         changed = self.connections.change_hyper(hyper)
         self.memory.commit()
+        self.clock.copied()
         sizes, now = self.connections.slice_bytes, self.run.now()
         self.orders.participation.leases.note_step(now - self.ordered_at)
         self.runner.deliver(GradientReady(now, ordered.iteration, ordered.attempt, sizes, weight, steps))
         self.flush(absent, changed, refusal)
+        self.clock.pushed()
         self.await_order()
         self.memory.release()
         self.orders.hear_if_due()
+        self.clock.answered(ordered.iteration)
 
     def begin_again(self) -> None:
         """The computation that was ordered is given up: returns when fresh parameters for it are there."""
@@ -124,6 +131,7 @@ class WorkerExecutor:
                 self.trace.flush()
                 self.orders.participation.check_patience()
         self.memory.load()
+        self.loaded()
         self.ordered_at = self.run.now()
 
     def rest(self, due: float, timer: int) -> None:
@@ -146,6 +154,7 @@ class WorkerExecutor:
 
     def close(self) -> None:
         self.trace.close()
+        self.clock.close()
         self.memory.close()
         self.connections.close()
         self.run.close()
