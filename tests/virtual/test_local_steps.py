@@ -10,6 +10,7 @@ import torch
 
 import paceline
 from paceline import cluster, workloads
+from paceline.bench import local_rounds
 from paceline.cluster import Fault
 from paceline.core.actions import Compute
 from paceline.core.events import GradientReady
@@ -204,3 +205,16 @@ def test_a_whole_step_is_torchs() -> None:
         for stepper in steppers:
             stepper.step()
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_the_benchmark_says_why_a_plan_waits_no_less() -> None:
+    setting = local_rounds.Setting(8, 600, (0,), "digits-mlp", target="")
+    scenarios, said = ["factors:by_worker=1:2:4:8", "steady"], []
+    rows = local_rounds.run(setting, scenarios, ["32", local_rounds.BY_TIME, "auto"], said.append)
+    fixed, by_time, bound, *_, alike = rows
+    assert (len(rows), len(said)) == (6, 6)
+    assert by_time.waiting < bound.waiting < fixed.waiting
+    assert "the bounds leave no choice" in bound.why
+    assert "all are as fast as each other" in alike.why
+    assert fixed.steps == 32
+    assert fixed.time_to_target_s is None
