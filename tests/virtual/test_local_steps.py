@@ -218,3 +218,18 @@ def test_the_benchmark_says_why_a_plan_waits_no_less() -> None:
     assert "all are as fast as each other" in alike.why
     assert fixed.steps == 32
     assert fixed.time_to_target_s is None
+
+
+def test_a_round_weighs_the_samples_of_all_its_steps() -> None:
+    """Also where rounds differ in length, as with auto on workers of unequal speed."""
+    run = paceline.simulate(
+        "digits-mlp",
+        "bsp:local_steps=auto(at_least=2)",
+        workers=2,
+        cluster="factors:by_worker=1:3",
+        iterations=60,
+        batch=8,
+    )
+    ends = [record.event for record in run.trace if isinstance(record.event, GradientReady)]
+    assert len({end.steps for end in ends}) > 1
+    assert all(end.weight == 8 * end.steps for end in ends)
