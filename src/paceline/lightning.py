@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils import data
 
 import paceline
-from paceline import metric_names, policies, session
+from paceline import metric_names, session
 from paceline.core.policy import Policy
 from paceline.errors import ConfigError, PacelineError
-from paceline.optim import Optimizer, read_options
+from paceline.optim import Optimizer, choose, read_options
 from paceline.several_optimizers import optimizers as wrap_all
 from paceline.tensors.optimizers import Extras
-from paceline.trainer_clipping import with_clipping
+from paceline.trainer_clipping import has_local_steps, with_clipping
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         if policy is not None:
-            policies.parse(policy)
+            choose(policy, None, None, None)
         read_options(options)
         self.policy, self.overlap, self.options = policy, overlap, options
         self.world = paceline.init()
@@ -147,7 +147,7 @@ class PacelineStrategy(Strategy):  # type: ignore[misc]  # the type checker does
         module = self.lightning_module
         trainer = module.trainer
         own = type(module).configure_gradient_clipping is not pl.LightningModule.configure_gradient_clipping
-        if own or trainer.gradient_clip_algorithm == "value":
+        if own or trainer.gradient_clip_algorithm == "value" or has_local_steps(self.policy):
             return with_clipping(self.options, None, self.policy)
         self.taken, trainer.gradient_clip_val = trainer.gradient_clip_val, None
         return with_clipping(self.options, self.taken, self.policy)

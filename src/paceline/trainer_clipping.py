@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline import policies, session
+from paceline import session
 from paceline.errors import ConfigError
-from paceline.optim import read_options
+from paceline.optim import choose, read_options
 from paceline.policies.bsp import BSP
 from paceline.runtime.clipping import check_clip_mean
 from paceline.runtime.live.protocol.driver_texts import policy_of
@@ -36,9 +36,16 @@ def with_clipping(options: str, norm: float | None, policy: str | Policy | None)
     return clipped
 
 
+def has_local_steps(policy: str | Policy | None) -> bool:
+    """Returns whether each worker takes steps of its own between exchanges: these the trainer clips by itself."""
+    run = session.init().run
+    _, local = choose(policy, None, None, None)
+    return local is not None or (run is not None and run.config.local_steps is not None)
+
+
 def policy_in_force(policy: str | Policy | None) -> Policy:
     """Returns the policy of the run, or else the script's own; bsp if neither names one."""
-    own = policies.parse(policy) if policy is not None else None
+    own, _ = choose(policy, None, None, None)
     run = session.init().run
     if run is not None and run.config.policy is not None:
         return policy_of(run.config.policy, run.config, own)

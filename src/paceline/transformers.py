@@ -23,7 +23,7 @@ from paceline.dealt_loaders import deal
 from paceline.errors import ConfigError
 from paceline.optim import Optimizer
 from paceline.policies.adpsgd import ADPSGD
-from paceline.trainer_clipping import policy_in_force, with_clipping
+from paceline.trainer_clipping import has_local_steps, policy_in_force, with_clipping
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +68,13 @@ class OnWorkers:
             raise ConfigError("fp16 with a scaler is not supported: use bf16")
         if self.world.live is not None:
             raise ConfigError("a run trains once: Trainer.train was called a second time in one script")
-        norm, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
-        options = with_clipping(self.options, norm, self.policy)
-        self.weighs = not isinstance(policy_in_force(self.policy), ADPSGD)
+        self.taken = self.args.max_grad_norm
+        if not (local := has_local_steps(self.policy)):
+            self.args.max_grad_norm = 0.0
+        options = with_clipping(self.options, None if local else self.taken, self.policy)
+        self.weighs = not local and not isinstance(policy_in_force(self.policy), ADPSGD)
         self.wrapped = Optimizer(prepared.optimizer, self.policy, self.model, options=options)  # type: ignore[attr-defined]
         prepared.optimizer = self.wrapped
-        self.taken = norm
         try:
             self.wrapped.attach(getattr(scheduler, "scheduler", scheduler))
         except ConfigError as error:

@@ -27,8 +27,8 @@ def test_the_public_names_are_these() -> None:
     assert sorted(paceline.__all__) == sorted(
         [
             "ASP", "BSP", "SSP", "Backup", "BatchSampler", "Cluster", "ConfigError", "Optimizer", "PacelineError",
-            "Policy", "Run", "RunFailed", "Sampler", "Trace", "barrier", "init", "launch", "log", "simulate",
-            "stop", "zipline",
+            "Policy", "Run", "RunFailed", "Sampler", "Trace", "barrier", "init", "launch", "log", "optimizers",
+            "simulate", "stop", "zipline",
         ]
     )  # fmt: skip
     assert all(hasattr(paceline, name) for name in paceline.__all__)
