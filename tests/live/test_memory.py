@@ -16,7 +16,7 @@ from paceline.core.messages import Node, View
 from paceline.core.trace import Record
 from paceline.errors import PacelineError
 from paceline.runtime.live.storage import shared_memory
-from paceline.runtime.live.storage.trace_files import HELD, TraceFile, tracing
+from paceline.runtime.live.storage.trace_files import FEW, HELD, TraceFile, tracing
 from paceline.runtime.live.trainer.model_description import leave_buffers
 from paceline.tensors.layout import Entry, Layout
 
@@ -94,13 +94,15 @@ def test_a_segment_of_the_wrong_size_is_refused() -> None:
 def test_what_a_killed_process_had_kept_back_is_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = TraceFile(tmp_path, Node("worker", 3), 0)
     record = Record(Node("worker", 3), 0, ViewChanged(0.0, View(1, ())), ())
-    clock = iter((1000.0, 1000.0, 1000.01, 1000.02, 1001.0, 1001.0, 1001.0))
-    monkeypatch.setattr("paceline.runtime.live.storage.trace_files.time.monotonic", lambda: next(clock))
+    now = [1000.0]
+    monkeypatch.setattr("paceline.runtime.live.storage.trace_files.time.monotonic", lambda: now[0])
     sizes = []
-    for _ in range(4):
+    for later_s in (0.0, *[0.01] * (FEW + 3), 1.0):
+        now[0] += later_s
         trace.write(record)
-        sizes.append(trace.path.stat().st_size)
-    assert sizes == [sizes[0], sizes[0], sizes[0], 4 * sizes[0]], "the first at once, the others now and then"
+        sizes.append(trace.path.stat().st_size // sizes[0] if sizes else trace.path.stat().st_size)
+    few, many = list(range(2, FEW + 2)), FEW + 5
+    assert sizes[1:] == [*few, *[FEW + 1] * 3, many], "the first few at once, the others now and then"
     trace.close()
 
 

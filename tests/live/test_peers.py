@@ -150,7 +150,7 @@ def test_adpsgd_keeps_the_average_of_all_to_the_end() -> None:
 def test_every_mode_runs_with_a_death_and_a_return_and_can_be_played_again(policy: str) -> None:
     restart = Fault("restart", 2, at_iteration=5, for_s=0.05)
     cluster = replace(load("random-slowdown:factor=6,compute_s=0.01"), faults=(restart,))
-    run = train_job_live(job(policy, cluster=cluster, iterations=40))
+    run = train_job_live(job(policy, cluster=cluster, iterations=80))
     assert run.replay() == []
     assert run.failures == []
     stepped = [
