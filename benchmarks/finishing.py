@@ -8,7 +8,7 @@ trains on alone. Workers that have finished keep their share of N, so its steps 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -51,8 +51,11 @@ def rows(policies: Sequence[str] = POLICIES) -> Iterator[Row]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policies", nargs="*", default=POLICIES, metavar="POLICY")
+    options = parser.parse_args()
     print(f"{'policy':36} {'first worker done':>18} {'end':>8}   accuracy, digits-mlp, {WORKERS} workers")
-    for row in rows(sys.argv[1:] or POLICIES):
+    for row in rows(options.policies):
         print(f"{row.policy:36} {row.first_done:18.3f} {row.end:8.3f}")
 
 
