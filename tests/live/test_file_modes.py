@@ -12,7 +12,7 @@ from paceline.runtime.live.storage.file_transfer import MessageRefused, unpack
 from tests import forked
 
 SCRIPT = """
-import json, sys, time, torch, paceline
+import contextlib, json, sys, time, torch, paceline
 from pathlib import Path
 model = torch.nn.Linear(4, 1)
 opt = paceline.Optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
@@ -23,7 +23,10 @@ while not list(here.glob("checkpoints/*/manifest.json")):
     time.sleep(0.01)
 if paceline.init().rank == 0:
     shared = Path(json.loads((here / "live.json").read_text())["folder"])
-    modes = {str(path): path.lstat().st_mode for top in (here, shared) for path in (top, *top.rglob("*"))}
+    modes = {}
+    for path in (here, shared, *here.rglob("*"), *shared.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # a checkpoint may become whole meanwhile
+            modes[str(path)] = path.lstat().st_mode
     Path(sys.argv[2]).write_text(json.dumps(modes))
 """
 

@@ -169,6 +169,7 @@ def test_shards_that_disagree_do_not_hang_a_worker() -> None:
     assert run.failures == []
 
 
+@pytest.mark.ci
 def test_relaxed_policies_reach_the_target_sooner_than_bsp() -> None:
     times = {}
     for policy in POLICIES:

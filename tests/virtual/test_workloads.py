@@ -177,6 +177,7 @@ def test_fashion_files_that_are_cut_short_or_do_not_belong_together(monkeypatch,
         workloads.load("fashion-cnn")
 
 
+@pytest.mark.ci
 def test_synthetic_images_need_no_files_and_can_be_told_apart(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr("paceline.workloads.data_files.SYSTEM", tmp_path / "nowhere")
     line = "simulate --workload fashion-cnn:data=synthetic --workers 2 --iterations 60"
